@@ -1,0 +1,113 @@
+"""The whole story on one page: plan, accelerate, restore.
+
+    pipe = accelerate(pipe, preset="auto")   # the same object, accelerated
+    print(pipe.acceleration)                 # what is on, and why the rest is not
+    image = pipe("a red ring").images[0]
+    restore(pipe)                            # as if nothing had happened
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from .core.compat import host_edit
+from .core.handle import Acceleration
+from .ledger.hardware import Hardware
+from .pipeline import clothe, handle_of, unclothe
+from .planner import presets as _presets
+from .planner.options import Budget
+from .planner.plan import Plan
+from .planner.resolve import resolve
+
+P = TypeVar("P")
+
+
+@host_edit
+def accelerate(
+    pipe: P,
+    preset: str | Plan | None = "auto",
+    *,
+    budget: Budget | None = None,
+    hardware: str | Hardware | None = None,
+    strict: bool = False,
+    **overrides: Any,
+) -> P:
+    """Accelerate a diffusers pipeline in place and return it.
+
+    Args:
+        pipe: any diffusers pipeline; no file or class of diffusers is changed.
+        preset: a preset's name (`presets()` lists them), a path to a TOML file, a `Plan`, "auto", or None for
+            only the overrides (with none of them: attach the verbs and the report, change nothing).
+        budget: what may be spent; see `Budget`.
+        hardware: plan for this machine ("4090", "h100", "cpu", ...) instead of the one here.
+        strict: raise where something asked for cannot act, instead of skipping it with a reason.
+        **overrides: wishes on top of the preset, e.g. `cache="first_block", cache_threshold=0.1,
+            attention="native"`; None switches a place off.
+
+    Returns:
+        The same object, now with `pipe.acceleration` and the `enable_*` / `disable_*` verbs. A second call swaps
+        cleanly: the first is undone, then the new plan attached; on an error the first stays in force.
+
+    Raises:
+        InvalidOptionError: unknown preset, option or value (with the nearest name), or not a pipeline.
+        UnsupportedModelError: the preset is for another family (or, with `strict`, an item cannot act).
+        IncompatibleError: the denoiser is shared with another accelerated pipeline.
+        BudgetError: the budget cannot be met.
+    """
+    decided, accelerators, target, wishes = resolve(pipe, preset, budget, hardware, strict, overrides)
+    before = handle_of(pipe)
+    if before is not None and before.active_run() is not None:
+        raise _in_a_run("accelerate")
+    handle = Acceleration(pipe, target, decided, wishes)
+    if before is not None:
+        before.detach()
+    try:
+        handle.attach(accelerators)
+    except BaseException:
+        if before is not None:
+            before.reattach()
+        raise
+    clothe(pipe, handle)
+    return pipe
+
+
+@host_edit
+def restore(pipe: P) -> P:
+    """Undo everything `accelerate` did to `pipe` and return it; a no-op where there is nothing to undo."""
+    handle = handle_of(pipe)
+    if handle is not None:
+        if handle.active_run() is not None:
+            raise _in_a_run("restore")
+        with handle.lock:
+            handle.detach()
+    unclothe(pipe)
+    return pipe
+
+
+def attach(pipe: P) -> P:
+    """Give `pipe` the verbs and the report, and change nothing: `accelerate(pipe, preset=None)`."""
+    return accelerate(pipe, preset=None)
+
+
+def plan(
+    pipe: Any,
+    preset: str | Plan | None = "auto",
+    *,
+    budget: Budget | None = None,
+    hardware: str | Hardware | None = None,
+    strict: bool = False,
+    **overrides: Any,
+) -> Plan:
+    """The decision `accelerate` would make with the same arguments; touches nothing."""
+    return resolve(pipe, preset, budget, hardware, strict, overrides)[0]
+
+
+def presets(name: str | None = None) -> Any:
+    """The names of the bundled presets, or the text of one."""
+    return _presets.names() if name is None else _presets.text(name)
+
+
+def _in_a_run(verb: str) -> Exception:
+    from .errors import IncompatibleError
+
+    return IncompatibleError(f"{verb}() inside a running call of the same pipeline: call it before or after the run")

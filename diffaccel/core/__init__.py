@@ -1,0 +1,1 @@
+"""The ground every accelerator stands on: protocol, rules, hooks, runs, reports."""

@@ -1,0 +1,118 @@
+"""What an accelerator is: a frozen config that checks, attaches and returns its own undo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import DiffaccelError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ..ledger.hardware import Hardware
+    from ..models.spec import ModelSpec
+    from .hooks import RootHook
+    from .run import Run
+
+
+class Slot(str, Enum):
+    """Where an edit acts; slots are applied in this order and undone in reverse."""
+
+    WEIGHT = "weight"
+    MODULE = "module"
+    CALL = "call"
+
+
+class Fidelity(str, Enum):
+    """What an accelerator does to the picture."""
+
+    EXACT = "exact"  # bit-equal
+    EQUIVALENT = "equivalent"  # same mathematics, other rounding
+    LOSSY = "lossy"
+
+    @property
+    def rank(self) -> int:
+        """0 for exact, 1 for equivalent, 2 for lossy."""
+        return list(Fidelity).index(self)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer of `check`: yes, or no with a reason, an error class for strict use, and a plan status."""
+
+    ok: bool
+    reason: str
+    error: type[DiffaccelError] = UnsupportedModelError
+    status: str = "skipped"  # status of the plan item when not ok: "skipped" or "refused"
+
+    @classmethod
+    def yes(cls, reason: str = "") -> Verdict:
+        """An item that can act."""
+        return cls(True, reason)
+
+    @classmethod
+    def no(cls, reason: str, error: type[DiffaccelError] = UnsupportedModelError) -> Verdict:
+        """An item that has nothing to act on here (plan status `skipped`)."""
+        return cls(False, reason, error)
+
+    @classmethod
+    def refuse(cls, reason: str, error: type[DiffaccelError]) -> Verdict:
+        """An item that clashes with something present (plan status `refused`)."""
+        return cls(False, reason, error, "refused")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an accelerator is asked to act on."""
+
+    pipe: Any
+    spec: ModelSpec
+    hardware: Hardware
+
+
+@dataclass
+class Edit:
+    """One attached accelerator: its undo, and what it wants to see of each run.
+
+    `undo` must put everything back, in any state the run was left in. `begin_run` / `end_run` frame a run;
+    `end_run` is called on success, exception and interrupt alike and must free all per-run state.
+    """
+
+    name: str
+    undo: Callable[[], None]
+    begin_run: Callable[[Run], None] | None = None
+    end_run: Callable[[Run], None] | None = None
+    relink: Callable[[], None] | None = None
+    bytes_held: Callable[[Run], int] | None = None
+    preemptible: bool = True
+    stats: Callable[[Run], Mapping[str, Any]] | None = None
+
+
+@dataclass
+class Site:
+    """What the stack offers to `attach`: the root hooks (one per denoiser) that announce calls."""
+
+    roots: dict[str, RootHook] = field(default_factory=dict)
+
+
+class Accelerator(Protocol):
+    """The spine of every lever: frozen config -> `check` -> `attach` (returns its undo)."""
+
+    @property
+    def name(self) -> str:
+        """Plan item name, `place.METHOD`, e.g. `cache.first_block`."""
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """What it does to the picture."""
+
+    def check(self, target: Target) -> Verdict:
+        """Can this act on the target? Reads only; touches nothing."""
+
+    def predict(self, target: Target) -> dict[str, Any] | None:
+        """Expected gain with its origin (`computed`, `measured`, `published`), or None."""
+
+    def attach(self, target: Target, site: Site) -> Edit:
+        """Edit the target in place. Raises with nothing changed when it cannot."""

@@ -1,0 +1,85 @@
+"""The clock of a run: `scheduler.step` and `scheduler.set_timesteps`, watched on the scheduler instance.
+
+The step index is the count of `step` calls. It is never read from a timestep tensor (two bf16 timesteps can be
+equal, and reading one synchronises a GPU) and never guessed from the parity of denoiser calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .run import Run
+
+
+class _Tap:
+    """Stands in for a bound method of a scheduler instance while a run lasts. Keeps name and signature."""
+
+    def __init__(self, scheduler: Any, name: str, run: Run | None) -> None:
+        self.scheduler, self.name, self.run = scheduler, name, run
+        self.fn = getattr(type(scheduler), name).__get__(scheduler)
+        functools.update_wrapper(self, self.fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A pipeline may copy its scheduler in mid-run; the copy's method must step the copy, unwatched.
+        copied = memo.get(id(self.scheduler), self.scheduler)
+        return type(self)(copied, self.name, None)
+
+
+class _StepTap(_Tap):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.run
+        if run is None:
+            return self.fn(*args, **kwargs)
+        if run.replay is not None and run.replay.pending:
+            return run.replay.step(run, args, kwargs)
+        output = self.fn(*args, **kwargs)
+        run.tick(output)
+        return output
+
+
+class _LoopTap(_Tap):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.run is not None:
+            self.run.end_loop()
+        return self.fn(*args, **kwargs)
+
+
+TAPS = {"step": _StepTap, "set_timesteps": _LoopTap}
+
+
+def watch(scheduler: Any, run: Run) -> None:
+    """Let `run` see every `step` and `set_timesteps` of this scheduler instance."""
+    for name, tap in TAPS.items():
+        if hasattr(type(scheduler), name):
+            vars(scheduler)[name] = tap(scheduler, name, run)
+
+
+def unwatch(scheduler: Any) -> None:
+    """Undo `watch`."""
+    for name in TAPS:
+        if isinstance(vars(scheduler).get(name), _Tap):
+            del vars(scheduler)[name]
+
+
+def schedule_of(scheduler: Any) -> tuple[list[float], list[float]]:
+    """(timesteps, sigmas) of the schedule as host numbers; sigmas empty where the scheduler has none.
+
+    Reads device tensors: call it once, after the loop.
+    """
+    timesteps = getattr(scheduler, "timesteps", None)
+    sigmas = getattr(scheduler, "sigmas", None)
+    as_list = lambda values: [] if values is None else [float(v) for v in values.flatten().tolist()]  # noqa: E731
+    return as_list(timesteps), as_list(sigmas)
+
+
+def position(scheduler: Any) -> int | None:
+    """The absolute index in the schedule of the next step (host data only), or None."""
+    index = getattr(scheduler, "step_index", None)
+    if index is None:
+        index = getattr(scheduler, "begin_index", None)
+    return index if isinstance(index, int) else None

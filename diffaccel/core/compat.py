@@ -1,0 +1,113 @@
+"""Every private name of diffusers and PyTorch that diffaccel leans on, in one place.
+
+`drift()` says which of them the installed versions no longer have; a test keeps it empty.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from diffusers.hooks.hooks import (
+    HookFunctionReference,
+    HookRegistry,
+    ModelHook,
+    StateManager,
+)
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.utils.torch_utils import unwrap_module
+
+__all__ = [
+    "AttentionBackendName",
+    "HookFunctionReference",
+    "HookRegistry",
+    "ModelHook",
+    "StateManager",
+    "attention_backends",
+    "drift",
+    "host_edit",
+    "native_cache",
+    "num_timesteps",
+    "unwrap_module",
+]
+
+REGISTRY = "_diffusers_hook"  # attribute of a module that holds its HookRegistry
+COMPILED = "_compiled_call_impl"  # set by nn.Module.compile()
+OLD_FORWARD = "_old_forward"  # set by accelerate's add_hook_to_module
+
+# Hook names of diffusers' own step caches (their `apply_*` functions leave no config behind).
+NATIVE_CACHE_HOOKS = (
+    "fbc_leader_block_hook",
+    "fbc_block_hook",
+    "mag_cache_leader_block_hook",
+    "mag_cache_block_hook",
+    "sea_cache_root",
+    "sea_cache_leader_block",
+    "taylorseer_cache",
+    "pyramid_attention_broadcast",
+    "faster_cache_denoiser",
+    "faster_cache_block",
+    "text_kv_cache_transformer",
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def host_edit(fn: F) -> F:
+    """Run `fn` outside inference mode, so that what it creates stays usable in later, ordinary calls."""
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False):
+            return fn(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def native_cache(module: torch.nn.Module) -> str | None:
+    """The name of a diffusers step cache that is on in `module`, or None."""
+    config = getattr(module, "_cache_config", None)
+    if config is not None:
+        return type(config).__name__
+    for child in unwrap_module(module).modules():
+        registry = getattr(child, REGISTRY, None)
+        for name in getattr(registry, "hooks", {}):
+            if name in NATIVE_CACHE_HOOKS:
+                return str(name)
+    return None
+
+
+def num_timesteps(pipe: Any) -> int | None:
+    """The number of denoiser steps the running loop announced, or None where the pipeline says nothing."""
+    value = vars(pipe).get("_num_timesteps")
+    return value if isinstance(value, int) else None
+
+
+def attention_backends() -> dict[str, Any]:
+    """Diffusers' attention backend names -> their enum member."""
+    return {member.value: member for member in AttentionBackendName}
+
+
+def drift() -> list[str]:
+    """What the installed diffusers / torch no longer offer of the names used here; empty when all is well."""
+    missing: list[str] = []
+
+    def need(owner: Any, *names: str) -> None:
+        missing.extend(f"{getattr(owner, '__name__', owner)}.{n}" for n in names if not hasattr(owner, n))
+
+    probe = torch.nn.Linear(1, 1)
+    registry = HookRegistry.check_if_exists_or_initialize(probe)
+    need(HookRegistry, "register_hook", "remove_hook", "invalidate_child_registries_cache")
+    need(registry, "hooks", "_hook_order", "_fn_refs", "_module_ref")
+    need(HookFunctionReference(), "pre_forward", "post_forward", "forward", "original_forward")
+    need(StateManager(dict), "_context", "set_context", "reset")
+    need(_AttentionBackendRegistry, "_active_backend")
+    need(torch.nn.Module, COMPILED)
+    if not hasattr(probe, REGISTRY):
+        missing.append(f"module.{REGISTRY}")
+    if "recurse" not in inspect.signature(HookRegistry.remove_hook).parameters:
+        missing.append("HookRegistry.remove_hook(recurse)")
+    return missing

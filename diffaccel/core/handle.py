@@ -1,0 +1,215 @@
+"""`pipe.acceleration`: the plan in force, the last report, undo, and the frame around every pipeline call."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DiffaccelError, IncompatibleError
+from . import snapshot as snapshots
+from .accelerator import Accelerator, Target
+from .report import RunReport
+from .run import Run, current_run, running
+from .snapshot import Snapshot
+from .stack import Stack
+
+if TYPE_CHECKING:
+    from ..planner.plan import Plan, PlanItem
+
+
+class Acceleration:
+    """The handle of an accelerated pipeline.
+
+    Calls of one pipeline from several threads are serialised. A call from inside another call of the same
+    pipeline (in a step callback) runs on a light clone with a scheduler of its own and shared weights.
+    """
+
+    def __init__(self, pipe: Any, target: Target, plan: Plan, wishes: dict[str, Any]) -> None:
+        self._pipe = weakref.ref(pipe)
+        self._plan = plan
+        self._accelerators: Sequence[Accelerator] = ()
+        self.wishes = wishes
+        self.report: RunReport | None = None
+        self.lock = threading.RLock()
+        self.stack = Stack(target, self)
+
+    # ---- what a user sees ------------------------------------------------------------------------------
+
+    @property
+    def pipe(self) -> Any:
+        """The accelerated pipeline."""
+        pipe = self._pipe()
+        if pipe is None:
+            raise DiffaccelError("the pipeline of this handle no longer exists")
+        return pipe
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force; items carry what the last run measured."""
+        report = self.report
+        if report is None:
+            return self._plan
+        return replace(self._plan, items=tuple(_measured(item, report) for item in self._plan.items))
+
+    def restore(self) -> Any:
+        """Undo everything; returns the pipeline. See `diffaccel.restore`."""
+        from ..api import restore
+
+        return restore(self.pipe)
+
+    def snapshot(self) -> Snapshot:
+        """Pause point of the run in progress (call it inside `callback_on_step_end`)."""
+        run = self.active_run()
+        if run is None:
+            raise DiffaccelError("snapshot(): no run of this pipeline is in progress in this thread")
+        fixed = [edit.name for edit in self.stack.edits if not edit.preemptible]
+        if fixed:
+            raise IncompatibleError(f"snapshot(): {', '.join(fixed)} cannot be paused (preemptible=False)")
+        return snapshots.take(run)
+
+    def resume(self, state: Snapshot) -> Any:
+        """Go on from a snapshot.
+
+        Inside the very run it was taken in, puts the run's state back and returns None. Otherwise calls the
+        pipeline again from the snapshot and returns what the undisturbed call would have returned.
+        """
+        if not isinstance(state, Snapshot) or state.run.owner is not self:
+            raise DiffaccelError("resume(): the argument is not a snapshot of this accelerated pipeline")
+        if current_run() is state.run:
+            snapshots.put_back(state.run, state)
+            return None
+        if state.run.request is None:
+            raise DiffaccelError("resume(): the snapshot is of a hand-written loop, which only its own code can go on")
+        return self._call(*state.run.request, state)
+
+    @contextlib.contextmanager
+    def run(self, num_inference_steps: int | None = None) -> Iterator[Run]:
+        """A run around a hand-written denoising loop over `pipe.transformer` and `pipe.scheduler`.
+
+        Steps are counted from `pipe.scheduler.step`; without a scheduler call `run.tick(None)` after each step.
+        """
+        with self.lock, self._frame(self.pipe, None) as run:
+            if num_inference_steps is not None:
+                run.total = num_inference_steps
+            yield run
+
+    def describe(self) -> str:
+        """Class of the pipeline and what is on, for messages."""
+        pipe = self._pipe()
+        on = [item.name for item in self._plan.items if item.status == "enabled"]
+        return f"{type(pipe).__name__}: {', '.join(on) or 'nothing enabled'}"
+
+    def __str__(self) -> str:
+        return str(self.plan)
+
+    def __repr__(self) -> str:
+        return f"<Acceleration of {self.describe()}>"
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
+    # ---- attaching -------------------------------------------------------------------------------------
+
+    def attach(self, accelerators: Sequence[Accelerator]) -> None:
+        """Put the plan's accelerators on the pipeline, all or nothing."""
+        self.stack.attach(accelerators)
+        self._accelerators = tuple(accelerators)
+
+    def detach(self) -> None:
+        """Take everything off the pipeline."""
+        self.stack.undo()
+
+    def reattach(self) -> None:
+        """Put back what `detach` took off."""
+        self.stack = Stack(self.stack.target, self)
+        self.stack.attach(self._accelerators)
+
+    def set_plan(self, plan: Plan) -> None:
+        """Replace the plan that is shown (its items stay those in force)."""
+        self._plan = plan
+
+    def sync(self) -> None:
+        """Before a run: follow replaced components, put back hooks that others dropped."""
+        if not self.stack.current():
+            self.detach()
+            self.reattach()
+        self.stack.relink()
+
+    # ---- running ---------------------------------------------------------------------------------------
+
+    def active_run(self) -> Run | None:
+        """The run of this handle in this thread, or None."""
+        run = current_run()
+        return run if run is not None and run.owner is self else None
+
+    def call(self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the pipeline's own `__call__` (`call`) inside a run."""
+        with self.lock:
+            if self.active_run() is not None:
+                pipe = self._clone(pipe)
+            return self._call((call, pipe), args, kwargs, None)
+
+    def _call(self, bound: Any, args: Any, kwargs: dict[str, Any], state: Snapshot | None) -> Any:
+        call, pipe = bound
+        with self.lock, self._frame(pipe, (bound, args, kwargs)) as run:
+            if state is not None:
+                snapshots.set_rng_states(state.run.rng_start)
+                run.replay = snapshots.Replay(state)
+                callback = kwargs.get("callback_on_step_end")
+                if callback is not None:
+                    kwargs = {**kwargs, "callback_on_step_end": run.replay.quiet(run, callback)}
+            return call(pipe, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _frame(self, pipe: Any, request: Any) -> Iterator[Run]:
+        if self.active_run() is None:
+            self.sync()
+        run = Run(pipe, self.stack.target.spec.branch_name, self)
+        run.request = request
+        if request is not None:
+            run.rng_start = snapshots.rng_states(snapshots.generators_of(request[2]))
+        completed = False
+        try:
+            for edit in self.stack.edits:
+                if edit.begin_run is not None:
+                    edit.begin_run(run)
+            with running(run):
+                yield run
+            completed = True
+        finally:
+            self._finish(run, completed)
+
+    def _finish(self, run: Run, completed: bool) -> None:
+        stats = {edit.name: dict(edit.stats(run)) for edit in self.stack.edits if edit.stats is not None}
+        for edit in reversed(self.stack.edits):
+            if edit.end_run is not None:
+                edit.end_run(run)
+        held = sum(edit.bytes_held(run) for edit in self.stack.edits if edit.bytes_held is not None)
+        self.report = run.report(completed, held, stats)
+        run.state.clear()
+        run.outputs.clear()
+        run.bar = run.step_output = None
+
+    def _clone(self, pipe: Any) -> Any:
+        clone = copy.copy(pipe)
+        clone.scheduler = copy.deepcopy(pipe.scheduler)
+        for name in snapshots.TAPS:
+            vars(clone.scheduler).pop(name, None)
+        return clone
+
+
+def _measured(item: PlanItem, report: RunReport) -> PlanItem:
+    """A plan item with what the last run measured, and why it stood down if it did."""
+    if item.status != "enabled" or item.name not in report.stats:
+        return item
+    down = next((note for note in report.notes if note.startswith(f"{item.name} stood down")), None)
+    return replace(
+        item,
+        measured={**report.stats[item.name], "origin": "measured"},
+        reason=f"in the last run, {down}" if down else item.reason,
+    )

@@ -1,0 +1,60 @@
+"""Order and conflicts, as one table: keyed by place (what can be on only once), not pair by pair.
+
+Adding a lever adds one line here. `since` of None means "not in this version".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .accelerator import Slot
+
+
+@dataclass(frozen=True)
+class Place:
+    """An exclusive place of a pipeline: one of `values` at a time.
+
+    `slot` gives the order (WEIGHT, MODULE, CALL), `order` the order within a slot: later ones sit outside, and
+    caches sit outermost so that a skipped block's weights are never moved. `values` are the override values;
+    `ready` those this version can attach.
+    """
+
+    key: str
+    slot: Slot
+    order: int
+    values: tuple[str | bool, ...]
+    ready: tuple[str | bool, ...] = ()
+    prefixes: tuple[str, ...] = ()  # override keys of its parameters: `cache_threshold` -> threshold
+
+    def item(self, value: str | bool) -> str:
+        """Plan item name of a value: `cache.first_block`; a switch has the bare name of its place."""
+        if isinstance(value, bool):
+            return self.key
+        return f"{self.key.replace('vae_tiling', 'vae.tiling')}" if self.key == "vae_tiling" else f"{self.key}.{value}"
+
+
+CACHES = (
+    "teacache", "first_block", "dbcache", "taylorseer", "magcache", "seacache", "easycache", "dicache", "interval",
+    "schedule", "deepcache",
+)  # fmt: skip
+ATTENTION = ("auto", "native", "flash", "sage", "flex", "radial", "sta", "svg", "svg2", "topk")
+
+PLACES: dict[str, Place] = {
+    p.key: p
+    for p in (
+        Place("fusion", Slot.WEIGHT, 0, (True, False), ready=(False,)),
+        Place("quantization", Slot.WEIGHT, 1, ("fp8", "int8", "svdquant")),
+        Place("compile", Slot.MODULE, 0, (True, False), ready=(False,)),
+        Place("offload", Slot.MODULE, 1, ("stage", "layerwise")),
+        Place("vae_tiling", Slot.MODULE, 2, ("exact", "blended")),
+        Place("attention", Slot.CALL, 0, ATTENTION, ready=("auto", "native", "flash", "flex")),
+        Place("guidance", Slot.CALL, 1, ("reuse",)),
+        Place("cache", Slot.CALL, 2, CACHES, ready=("first_block",), prefixes=("cache_",)),
+    )
+}
+
+
+def in_order(keys: list[str]) -> list[str]:
+    """Places in the order in which they are attached."""
+    slots = list(Slot)
+    return sorted(keys, key=lambda key: (slots.index(PLACES[key].slot), PLACES[key].order))

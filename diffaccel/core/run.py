@@ -1,0 +1,200 @@
+"""Run ⊃ Loop ⊃ Step ⊃ Call: which run, expert, step, sigma, guidance branch and stage am I in?
+
+A run is one pipeline call (or an explicit `with pipe.acceleration.run():` around a hand-written loop). It owns
+all per-run state of all accelerators, so that nothing outlives it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .clock import position, schedule_of, unwatch, watch
+from .compat import num_timesteps
+from .report import RunReport, StepRecord
+from .timing import Stopwatch
+
+_CURRENT: contextvars.ContextVar[Run | None] = contextvars.ContextVar("diffaccel_run", default=None)
+
+
+def current_run() -> Run | None:
+    """The innermost run of this thread, or None."""
+    return _CURRENT.get()
+
+
+class Call:
+    """One forward of a denoiser within a run."""
+
+    __slots__ = ("branch", "component", "computed", "end", "gate", "loop", "replay", "run", "start", "step")
+
+    def __init__(self, run: Run, component: str, branch: str, start: Any) -> None:
+        self.run, self.component, self.branch, self.start, self.end = run, component, branch, start, start
+        self.step, self.loop = run.step, run.loop
+        self.computed: bool = True
+        self.gate: float | None = None
+        self.replay: Any = None  # an output to return instead of computing, while a paused run is replayed
+
+
+class Run:
+    """State of one run. `total` is the number of steps of the current loop (None until known)."""
+
+    def __init__(self, pipe: Any, branch_names: Callable[[Any, int], str], owner: Any) -> None:
+        self.pipe, self.owner, self.branch_names = pipe, owner, branch_names
+        self.scheduler: Any = getattr(pipe, "scheduler", None)
+        self.step = 0
+        self.loop = 0
+        self.ticks = 0
+        self.total: int | None = None
+        self.calls: list[Call] = []
+        self.seen: dict[tuple[str, str], int] = {}
+        self.calls_in_step = 0
+        self.state: dict[str, Any] = {}  # per accelerator name: whatever it keeps for this run
+        self.notes: list[str] = []
+        self.bar: Any = None
+        self.replay: Any = None
+        self.request: Any = None  # ((call, pipe), args, kwargs) of a pipeline call
+        self.rng_start: list[Any] = []
+        self.outputs: dict[tuple[str, str], Any] = {}
+        self.step_output: Any = None
+        self.bytes_peak = 0
+        self.hits = 0
+        self._begins: dict[int, int] = {}  # per loop: where in the scheduler's own table it began
+        self._schedules: dict[int, tuple[list[float], list[float]]] = {}
+        device = getattr(pipe, "_execution_device", None) or torch.device("cpu")
+        self.watch = Stopwatch(torch.device(device))
+        self.started = self.watch.mark()
+        self.first_call: Any = None
+        self.last_step: Any = None
+
+    # ---- events, in the order in which they come -------------------------------------------------------
+
+    def end_loop(self) -> None:
+        """`set_timesteps` is about to be called: whatever ran so far was a loop of its own."""
+        if self.calls and self.calls[-1].loop == self.loop:
+            self._schedules[self.loop] = schedule_of(self.scheduler)
+            self.loop += 1
+        self.step, self.total, self.calls_in_step = 0, None, 0
+        self.seen.clear()
+
+    def begin_call(self, component: str, context: str | None) -> Call:
+        """A denoiser forward starts; `context` is the pipeline's own name for the branch, if it gave one."""
+        start = self.watch.mark()
+        if self.first_call is None:
+            self.first_call = start
+        if self.total is None:
+            self._learn_loop()
+        branch = context if context is not None else self.branch_names(self.pipe, self.calls_in_step)
+        key = (component, branch)
+        seen = self.seen.get(key, 0)
+        self.seen[key] = seen + 1
+        self.calls_in_step += 1
+        if seen:  # a second call of one branch without a scheduler step between: a branch of its own
+            branch = f"{branch}#{seen + 1}"
+        call = Call(self, component, branch, start)
+        if self.replay is not None and self.replay.pending:
+            call.replay = self.replay.output(component, branch)
+        self.calls.append(call)
+        return call
+
+    def end_call(self, call: Call, output: Any) -> None:
+        """The forward returned."""
+        call.end = self.watch.mark()
+        if not call.computed:
+            self.hits += 1
+        self.outputs[(call.component, call.branch)] = output
+
+    def tick(self, output: Any) -> None:
+        """`scheduler.step` returned: the step is over."""
+        self.step += 1
+        self.ticks += 1
+        self.calls_in_step = 0
+        self.seen.clear()
+        self.step_output = output
+        self.last_step = self.watch.mark()
+        if self.bar is not None and self.hits:
+            self.bar.set_postfix_str(f"cached {self.hits}/{len(self.calls)}", refresh=False)
+
+    # ---- what accelerators ask -------------------------------------------------------------------------
+
+    def _learn_loop(self) -> None:
+        """Number of steps and place in the schedule of the loop that begins (host data; no tensor is read)."""
+        begin = position(self.scheduler)
+        self._begins.setdefault(self.loop, 0 if begin is None else begin - self.step)
+        announced = num_timesteps(self.pipe)
+        timesteps = getattr(self.scheduler, "timesteps", None)
+        scheduled = len(timesteps) if timesteps is not None else None
+        if announced is not None and (scheduled is None or announced <= scheduled):
+            self.total = announced
+        elif scheduled is not None:
+            self.total = scheduled - self._begins[self.loop]
+
+    def note(self, text: str) -> None:
+        """A remark for the report, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    # ---- the end ---------------------------------------------------------------------------------------
+
+    def report(self, completed: bool, bytes_held: int, stats: dict[str, dict[str, Any]]) -> RunReport:
+        """Read the marks and build the report."""
+        end = self.watch.mark()
+        self.watch.finish()
+        if self.calls and self.scheduler is not None:
+            self._schedules[self.loop] = schedule_of(self.scheduler)
+        if self.calls and not self.ticks:
+            self.note("no scheduler step was seen in this run: step caches stood down")
+        seconds = self.watch.seconds
+        stages = {
+            "encode": seconds(self.started, self.first_call or end),
+            "denoise": seconds(self.first_call, self.last_step or (end if self.first_call else None)),
+            "decode": seconds(self.last_step, end) if self.last_step else 0.0,
+        }
+        return RunReport(
+            steps=[self._record(call) for call in self.calls if call.replay is None],
+            stages=stages,
+            peak_memory_bytes=self.watch.peak_memory_bytes(),
+            cache_bytes_held=bytes_held,
+            cache_bytes_peak=self.bytes_peak,
+            notes=list(self.notes),
+            stats=stats,
+            completed=completed,
+        )
+
+    def _record(self, call: Call) -> StepRecord:
+        timesteps, sigmas = self._schedules.get(call.loop, ([], []))
+        at = call.step + self._begins.get(call.loop, 0)
+
+        def pick(values: list[float]) -> float | None:
+            return values[at] if at < len(values) else None
+
+        return StepRecord(
+            index=call.step,
+            timestep=pick(timesteps),
+            sigma=pick(sigmas),
+            branch=call.branch,
+            computed=call.computed,
+            gate=call.gate,
+            seconds=self.watch.seconds(call.start, call.end),
+            component=call.component,
+        )
+
+
+class running:
+    """Make a run current in this thread and watch its scheduler; on exit, put both back."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __enter__(self) -> Run:
+        self.token = _CURRENT.set(self.run)
+        if self.run.scheduler is not None:
+            watch(self.run.scheduler, self.run)
+        return self.run
+
+    def __exit__(self, *exc: Any) -> None:
+        _CURRENT.reset(self.token)
+        if self.run.scheduler is not None:
+            unwatch(self.run.scheduler)

@@ -1,0 +1,139 @@
+"""Pause a run at a step boundary and finish it later, bit-equal to a run that was never disturbed.
+
+A diffusers pipeline is one Python call with a loop inside, which cannot be left and re-entered. A snapshot
+therefore keeps what the loop depends on (latents, scheduler, generators, cache states) and `resume` calls the
+pipeline again with the same arguments: the steps already done cost nothing (the denoiser answers with a stored
+output, the scheduler with the stored latents), then the state is put in place and the loop goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import DiffaccelError
+from .clock import TAPS
+
+if TYPE_CHECKING:
+    from .run import Call, Run
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run paused at a step boundary (opaque; made by `pipe.acceleration.snapshot()`)."""
+
+    run: Run
+    ticks: int
+    step: int
+    step_output: Any
+    scheduler: dict[str, Any]
+    states: dict[str, dict[Any, Any]]
+    outputs: dict[tuple[str, str], Any]
+    calls: list[Call]
+    rng: list[tuple[torch.Generator | None, torch.Tensor]]
+    hits: int
+
+
+def clone_tensors(value: Any) -> Any:
+    """A copy of a scheduler's output (tuple or dataclass) with its own tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, tuple):
+        return tuple(clone_tensors(v) for v in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{f.name: clone_tensors(getattr(value, f.name)) for f in fields(value)})
+    return value
+
+
+def generators_of(kwargs: dict[str, Any]) -> list[torch.Generator | None]:
+    """The generators a pipeline call draws from; [None] means torch's global one."""
+    given = kwargs.get("generator")
+    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    return [g for g in found if g is not None] or [None]
+
+
+def rng_states(generators: list[torch.Generator | None]) -> list[tuple[torch.Generator | None, torch.Tensor]]:
+    """The present state of each generator."""
+    return [(g, torch.get_rng_state() if g is None else g.get_state()) for g in generators]
+
+
+def set_rng_states(states: list[tuple[torch.Generator | None, torch.Tensor]]) -> None:
+    """Put generators back."""
+    for generator, state in states:
+        if generator is None:
+            torch.set_rng_state(state)
+        else:
+            generator.set_state(state)
+
+
+def _copy_states(states: dict[str, dict[Any, Any]]) -> dict[str, dict[Any, Any]]:
+    # Accelerators replace tensors, they never write into them: a shallow copy of each state is a full copy.
+    return {name: {key: copy.copy(state) for key, state in branch.items()} for name, branch in states.items()}
+
+
+def take(run: Run) -> Snapshot:
+    """Snapshot `run`, which must stand at a step boundary (inside `callback_on_step_end`)."""
+    if run.calls_in_step or run.step_output is None:
+        raise DiffaccelError(
+            "snapshot() works at a step boundary: call it inside callback_on_step_end (a scheduler step must have "
+            "ended and no denoiser call of the next step begun)"
+        )
+    scheduler = {k: v for k, v in vars(run.scheduler).items() if k not in TAPS}
+    return Snapshot(
+        run=run,
+        ticks=run.ticks,
+        step=run.step,
+        step_output=clone_tensors(run.step_output),
+        scheduler=copy.deepcopy(scheduler),
+        states=_copy_states(run.state),
+        outputs=dict(run.outputs),
+        calls=list(run.calls),
+        rng=rng_states(generators_of(run.request[2])) if run.request else [],
+        hits=run.hits,
+    )
+
+
+def put_back(run: Run, snapshot: Snapshot) -> None:
+    """Give `run` the state of the snapshot (scheduler, caches, generators)."""
+    vars(run.scheduler).update(copy.deepcopy(snapshot.scheduler))
+    run.state = _copy_states(snapshot.states)
+    set_rng_states(snapshot.rng)
+
+
+class Replay:
+    """Takes a fresh call of the pipeline past the steps that a snapshot already has."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.pending = True
+
+    def output(self, component: str, branch: str) -> Any:
+        """A denoiser output of the right form; its values do not matter."""
+        key = (component, branch)
+        if key not in self.snapshot.outputs:
+            raise DiffaccelError(f"cannot resume: {component} was never called for branch {branch!r} before the pause")
+        return self.snapshot.outputs[key]
+
+    def step(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stands for `scheduler.step` while steps are replayed."""
+        output = clone_tensors(self.snapshot.step_output)
+        run.tick(output)
+        if run.ticks == self.snapshot.ticks:
+            put_back(run, self.snapshot)
+            run.calls[:] = self.snapshot.calls
+            run.hits = self.snapshot.hits
+            self.pending = False
+        return output
+
+    def quiet(self, run: Run, callback: Any) -> Any:
+        """The user's step callback, silent for the steps that it has already seen."""
+
+        def on_step_end(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            if run.ticks <= self.snapshot.ticks:
+                return {}
+            return callback(pipe, index, timestep, tensors)  # type: ignore[no-any-return]
+
+        return on_step_end

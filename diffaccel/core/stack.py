@@ -1,0 +1,87 @@
+"""The only thing that edits a pipeline: accelerators in slot order, all or nothing, undone in reverse."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .accelerator import Accelerator, Edit, Site, Target
+from .compat import host_edit, unwrap_module
+from .hooks import RootHook, install_root, invalidate
+
+
+class Stack:
+    """The edits that are in force on one pipeline."""
+
+    def __init__(self, target: Target, owner: Any) -> None:
+        self.target, self.owner = target, owner
+        self.edits: list[Edit] = []
+        self.site = Site()
+        self.modules: dict[str, torch.nn.Module] = {}
+
+    @host_edit
+    def attach(self, accelerators: Sequence[Accelerator]) -> None:
+        """Attach in the given order. On any error everything done so far is undone and the error raised."""
+        try:
+            for component in self.target.spec.denoisers:
+                module = getattr(self.target.pipe, component, None)
+                if module is not None:
+                    self.modules[component] = module
+                    root = install_root(module, component, self.owner)
+                    root.undo_all = self.undo
+                    self.site.roots[component] = root
+            for accelerator in accelerators:
+                self.edits.append(accelerator.attach(self.target, self.site))
+            for module in self.modules.values():
+                invalidate(module)
+        except BaseException:
+            self.undo()
+            raise
+
+    @host_edit
+    def undo(self) -> None:
+        """Undo every edit, last first; each is tried even if another fails, and a failure is raised."""
+        with contextlib.ExitStack() as undos:
+            for root in self.site.roots.values():
+                if root.link is not None:
+                    undos.callback(root.link.remove)
+            for edit in self.edits:
+                undos.callback(edit.undo)
+        for module in self.modules.values():
+            invalidate(module)
+        self.edits, self.site, self.modules = [], Site(), {}
+
+    def current(self) -> bool:
+        """Are the pipeline's denoisers still the ones the edits are on?"""
+        pipe = self.target.pipe
+        return all(getattr(pipe, name, None) is module for name, module in self.modules.items()) and all(
+            getattr(pipe, name, None) is None or name in self.modules for name in self.target.spec.denoisers
+        )
+
+    @host_edit
+    def relink(self) -> None:
+        """Put back hooks that another library dropped since the last run (innermost first)."""
+        for root in self.site.roots.values():
+            if root.link is not None:
+                root.link.relink()
+        for edit in self.edits:
+            if edit.relink is not None:
+                edit.relink()
+
+    def root(self, component: str) -> RootHook:
+        """The root hook of a denoiser."""
+        return self.site.roots[component]
+
+
+def weights_on_meta(module: torch.nn.Module) -> tuple[int, int]:
+    """(parameters on the meta device without an offload hook to fill them, all parameters)."""
+    total = missing = 0
+    for child in unwrap_module(module).modules():
+        offloaded = hasattr(child, "_hf_hook")
+        for parameter in child.parameters(recurse=False):
+            total += 1
+            missing += parameter.device.type == "meta" and not offloaded
+    return missing, total

@@ -1,0 +1,1 @@
+"""What a generation costs. This version has the table of hardware only."""

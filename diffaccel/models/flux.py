@@ -1,0 +1,19 @@
+"""FLUX.1 (dev, schnell, and every pipeline around FluxTransformer2DModel)."""
+
+from .spec import EMBEDDED, BlockList, ModelSpec
+
+_STREAMS = ("hidden_states", "encoder_hidden_states")
+_RETURNS = ("encoder_hidden_states", "hidden_states")
+
+CARD = ModelSpec(
+    family="flux",
+    denoisers=("transformer",),
+    classes=("FluxTransformer2DModel",),
+    stack=(
+        BlockList("transformer_blocks", _STREAMS, _RETURNS),
+        BlockList("single_transformer_blocks", _STREAMS, _RETURNS),
+    ),
+    guidance=EMBEDDED,
+    stand_down=("controlnet_block_samples", "controlnet_single_block_samples"),
+    token_layout="text, image",
+)

@@ -1,0 +1,63 @@
+"""ModelSpec: everything the accelerators need to know about a family, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# Guidance forms
+EMBEDDED = "embedded"  # one call a step; guidance is an input (a second call only for true CFG)
+TWO_CALLS = "two_calls"  # conditional and unconditional in two calls
+BATCHED = "batched"  # both in one call, concatenated along the batch: unconditional half first
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """One ModuleList of transformer blocks, in running order.
+
+    `inputs` names the leading parameters of a block's forward that carry streams, in their positional order;
+    `outputs` says which stream each element of the returned tuple is (one name: the bare tensor is returned).
+    """
+
+    attribute: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A family.
+
+    Attributes:
+        family: name used in plans, presets and messages.
+        denoisers: pipeline attributes that may hold a denoiser, first the main one.
+        classes: class names of the denoisers that this card describes.
+        config: (key, value) pairs that the denoiser's config must have as well.
+        stack: the block lists in the order in which they run (empty: no transformer stack, see `no_stack`).
+        stream: the stream that the layers after the stack read.
+        guidance: EMBEDDED, TWO_CALLS or BATCHED.
+        stand_down: keyword arguments of the denoiser that, when given, change what blocks do or see from
+            outside (skipped layers, ControlNet residuals): a block cache steps aside for such a call.
+        no_stack: why there is no block stack to cache, in words that can end a refusal.
+        vae: kind of the decoder ("kl", "kl_causal_3d").
+        token_layout: order of the tokens a block sees, for attention masks.
+    """
+
+    family: str
+    denoisers: tuple[str, ...]
+    classes: tuple[str, ...]
+    config: tuple[tuple[str, Any], ...] = ()
+    stack: tuple[BlockList, ...] = ()
+    stream: str = "hidden_states"
+    guidance: str = TWO_CALLS
+    stand_down: tuple[str, ...] = ()
+    no_stack: str = ""
+    vae: str = "kl"
+    token_layout: str = ""
+
+    def branch_name(self, pipe: Any, call: int) -> str:
+        """Name of the `call`-th denoiser call of a step, for pipelines that open no cache context."""
+        if self.guidance == BATCHED:
+            guided = bool(getattr(pipe, "do_classifier_free_guidance", False))
+            return ("cond_uncond" if guided else "cond") if call == 0 else f"extra_{call}"
+        return ("cond", "uncond")[call] if call < 2 else f"extra_{call}"

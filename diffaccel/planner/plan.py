@@ -1,0 +1,155 @@
+"""Plan: what is on, what is not, and why. Plain immutable data that round-trips through dict and TOML."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ..errors import InvalidOptionError, unknown
+from . import toml
+from .options import Budget
+
+STATUSES = ("enabled", "skipped", "refused")
+
+
+@dataclass(frozen=True)
+class PlanItem:
+    """One row: `status` is "enabled", "skipped" (nothing to act on) or "refused" (a clash); `reason` says why.
+
+    `params` are the values in force; `predicted` and `measured` carry their `origin`.
+    """
+
+    name: str
+    slot: str
+    status: str
+    reason: str
+    fidelity: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    predicted: Mapping[str, Any] | None = None
+    measured: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise unknown("plan item status", str(self.status), STATUSES)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decision for one pipeline on one machine."""
+
+    preset: str
+    pipeline: str
+    family: str
+    hardware: str
+    items: tuple[PlanItem, ...] = ()
+    budget: Budget = field(default_factory=Budget)
+    notes: tuple[str, ...] = ()
+
+    def item(self, name: str) -> PlanItem:
+        """The item of that name."""
+        for item in self.items:
+            if item.name == name:
+                return item
+        raise unknown("plan item", name, [item.name for item in self.items])
+
+    @property
+    def enabled(self) -> tuple[str, ...]:
+        """Names of the items that are on."""
+        return tuple(item.name for item in self.items if item.status == "enabled")
+
+    # ---- plain data ------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        data = asdict(self)
+        data["items"] = [{**item, "params": dict(item["params"])} for item in data["items"]]
+        data["notes"] = list(self.notes)
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_dict`. Unknown keys raise InvalidOptionError with the nearest name."""
+        _known(cls, data, "plan")
+        items = []
+        for row in data.get("items", ()):
+            _known(PlanItem, row, "plan item")
+            items.append(_make(PlanItem, row, "plan item"))
+        budget = dict(data.get("budget") or {})
+        _known(Budget, budget, "budget")
+        rest = {k: v for k, v in data.items() if k not in ("items", "budget", "notes")}
+        notes = tuple(data.get("notes", ()))
+        return _make(cls, {**rest, "items": tuple(items), "budget": Budget(**budget), "notes": notes}, "plan")
+
+    def to_toml(self) -> str:
+        """The plan as TOML; `from_toml` reads it back."""
+        data = self.to_dict()
+        data["budget"] = {k: v for k, v in data["budget"].items() if v is not None}
+        return toml.dumps(data)
+
+    @classmethod
+    def from_toml(cls, text: str) -> Plan:
+        """Read a plan written by `to_toml`."""
+        return cls.from_dict(toml.loads(text, "plan"))
+
+    # ---- tables ----------------------------------------------------------------------------------------
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Header and rows of the printed table."""
+        head = ("item", "state", "fidelity", "predicted", "measured", "why / setting")
+        return [head] + [
+            (
+                item.name,
+                item.status,
+                item.fidelity if item.status == "enabled" else "-",
+                _gain(item.predicted) if item.status == "enabled" else "-",
+                (_gain(item.measured) or "unmeasured") if item.status == "enabled" else "-",
+                _why(item),
+            )
+            for item in self.items
+        ]
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+        title = f"diffaccel plan: {self.pipeline} ({self.family}), {self.hardware}, preset {self.preset}"
+        lines = [title] + [
+            "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False)) + "  " + row[-1]
+            for row in rows
+        ]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+    def _repr_html_(self) -> str:
+        head, *rows = self.rows()
+        cells = "".join(f"<th>{html.escape(c)}</th>" for c in head)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
+        title = html.escape(f"{self.pipeline} ({self.family}), {self.hardware}, preset {self.preset}")
+        return f"<table><caption>{title}</caption><tr>{cells}</tr>{body}</table>"
+
+
+def _why(item: PlanItem) -> str:
+    setting = ", ".join(f"{k}={v}" for k, v in item.params.items())
+    return "; ".join(part for part in (setting if item.status == "enabled" else "", item.reason) if part)
+
+
+def _gain(values: Mapping[str, Any] | None) -> str:
+    if not values:
+        return ""
+    return ", ".join(f"{k} {v}" for k, v in values.items() if k != "origin") + f" ({values.get('origin', '?')})"
+
+
+def _known(cls: type[Any], data: Mapping[str, Any], what: str) -> None:
+    if not isinstance(data, Mapping):
+        raise InvalidOptionError(f"a {what} must be a table of names and values, got {type(data).__name__}")
+    allowed = [f.name for f in fields(cls)]
+    for key in data:
+        if key not in allowed:
+            raise unknown(f"{what} key", str(key), allowed)
+
+
+def _make(cls: type[Any], data: Mapping[str, Any], what: str) -> Any:
+    try:
+        return cls(**data)
+    except TypeError as error:
+        raise InvalidOptionError(f"incomplete {what}: {error}") from error

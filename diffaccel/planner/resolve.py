@@ -1,0 +1,185 @@
+"""Resolve wishes against a pipeline: a Plan, and the accelerators it enables. Touches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ..core.accelerator import Accelerator, Fidelity, Target, Verdict
+from ..core.compat import unwrap_module
+from ..core.rules import PLACES, Place, in_order
+from ..core.stack import weights_on_meta
+from ..errors import BudgetError, InvalidOptionError, InvalidPipelineError, UnsupportedModelError, nearest
+from ..ledger import hardware as machines
+from ..ledger.hardware import GIB, Hardware
+from ..models.registry import lookup
+from .options import Budget, build, validate
+from .plan import Plan, PlanItem
+from .presets import Preset, load
+
+LATER = "not in this version"
+
+
+def require_pipeline(pipe: Any) -> None:
+    """Raise unless `pipe` is a diffusers pipeline with its weights in place."""
+    from diffusers import DiffusionPipeline
+
+    if not isinstance(pipe, DiffusionPipeline):
+        raise InvalidPipelineError(
+            f"pipe must be a diffusers pipeline (a DiffusionPipeline), got {type(pipe).__module__}."
+            f"{type(pipe).__qualname__}"
+        )
+    for name, component in pipe.components.items():
+        if isinstance(component, torch.nn.Module):
+            missing, total = weights_on_meta(component)
+            if missing:
+                raise InvalidPipelineError(
+                    f"pipe.{name}: {missing} of {total} parameters are on the meta device (no weights loaded); load "
+                    "the pipeline fully before accelerating it"
+                )
+
+
+def choose_hardware(pipe: Any, hardware: str | Hardware | None) -> Hardware:
+    """The named machine, or the one the pipeline runs on."""
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware is not None:
+        if not isinstance(hardware, str):
+            raise InvalidOptionError(f"hardware must be a name or None, got {hardware!r}")
+        return machines.named(hardware)
+    return machines.detect(torch.device(pipe._execution_device).type)
+
+
+def gather(preset: str | Plan | None, overrides: Mapping[str, Any]) -> tuple[Preset, dict[str, Any]]:
+    """(preset, its wishes with the overrides on top)."""
+    if preset is None:
+        base = Preset("none")
+    elif isinstance(preset, Plan):
+        base = Preset(preset.preset, _wishes_of(preset), families=(preset.family,))
+    elif isinstance(preset, str):
+        base = load(preset)
+    else:
+        raise InvalidOptionError(f"preset must be a name, a path to a TOML file, a Plan or None, got {preset!r}")
+    validate(base.wishes)
+    wishes = {**base.wishes, **overrides}
+    for key, value in overrides.items():  # another method than the preset's: the preset's numbers do not apply
+        place = PLACES.get(key)
+        if place is not None and place.prefixes and value != base.wishes.get(key):
+            wishes = {k: v for k, v in wishes.items() if k in overrides or not k.startswith(place.prefixes)}
+    return base, validate(wishes)
+
+
+def _wishes_of(plan: Plan) -> dict[str, Any]:
+    """The override values that stand for a plan's enabled items."""
+    wishes: dict[str, Any] = {}
+    for item in plan.items:
+        for place in PLACES.values():
+            for value in place.values:
+                if item.name == place.item(value) and item.status == "enabled":
+                    wishes[place.key] = value
+                    prefix = place.prefixes[0] if place.prefixes else ""
+                    wishes.update({prefix + k: v for k, v in item.params.items() if prefix and v is not None})
+    return wishes
+
+
+def resolve(
+    pipe: Any,
+    preset: str | Plan | None,
+    budget: Budget | None,
+    hardware: str | Hardware | None,
+    strict: bool,
+    overrides: Mapping[str, Any],
+) -> tuple[Plan, list[Accelerator], Target, dict[str, Any]]:
+    """Decide what is on. With `strict`, anything that cannot act raises instead of being skipped."""
+    base, wishes = gather(preset, overrides)
+    if budget is not None and not isinstance(budget, Budget):
+        raise InvalidOptionError(f"budget must be a Budget or None, got {budget!r}")
+    if budget is None:
+        budget = preset.budget if isinstance(preset, Plan) else Budget(fidelity=base.fidelity or "lossy")
+    require_pipeline(pipe)
+    target = Target(pipe, lookup(pipe), choose_hardware(pipe, hardware))
+    if base.families is not None and target.spec.family not in base.families:
+        raise UnsupportedModelError(
+            f"preset {base.name!r} is for {', '.join(base.families)}, but {type(pipe).__name__} is of the family "
+            f"{target.spec.family!r}"
+        )
+    worst = min(Fidelity(budget.fidelity), Fidelity(base.fidelity or "lossy"), key=lambda f: f.rank)
+    _check_memory(pipe, budget)
+    items: list[PlanItem] = []
+    accelerators: list[Accelerator] = []
+    for key in in_order([k for k in wishes if k in PLACES and wishes[k] not in (None, False)]):
+        item, accelerator, verdict = _decide(PLACES[key], wishes, target, worst, budget)
+        if strict and not verdict.ok:
+            raise verdict.error(f"{item.name}: {verdict.reason}")
+        items.append(item)
+        if accelerator is not None and verdict.ok:
+            accelerators.append(accelerator)
+    if budget.max_seconds is not None:
+        reason = f"{LATER}: there is no time model yet, so max_seconds={budget.max_seconds:g} cannot be judged"
+        if strict:
+            raise BudgetError(reason)
+        items.append(PlanItem("budget.max_seconds", "call", "skipped", reason, "exact"))
+    plan = Plan(
+        preset=base.name,
+        pipeline=type(pipe).__name__,
+        family=target.spec.family,
+        hardware=str(target.hardware),
+        items=tuple(items),
+        budget=budget,
+    )
+    return plan, accelerators, target, wishes
+
+
+def _decide(
+    place: Place, wishes: dict[str, Any], target: Target, worst: Fidelity, budget: Budget
+) -> tuple[PlanItem, Accelerator | None, Verdict]:
+    value = wishes[place.key]
+    name = place.item(value)
+    if value not in place.ready:
+        ready = ", ".join(repr(v) for v in place.ready if v is not False)
+        reason = f"{LATER}" + (f" (ready: {ready})" if ready else "")
+        verdict = Verdict.no(reason, InvalidOptionError)
+        return PlanItem(name, place.slot.value, "skipped", reason, "unknown"), None, verdict
+    accelerator = build(place.key, value, wishes)
+    fidelity = accelerator.fidelity
+    verdict = accelerator.check(target)
+    if verdict.ok and fidelity.rank > worst.rank:
+        verdict = Verdict.no(f"{fidelity.value}, but only {worst.value} is allowed", BudgetError)
+    if verdict.ok and budget.min_psnr_db is not None and fidelity is Fidelity.LOSSY:
+        verdict = Verdict.no(
+            f"lossy and unmeasured on this model, but the budget asks for {budget.min_psnr_db:g} dB", BudgetError
+        )
+    params = asdict(accelerator) if verdict.ok else {}  # type: ignore[call-overload]
+    item = PlanItem(
+        name=name,
+        slot=place.slot.value,
+        status="enabled" if verdict.ok else verdict.status,
+        reason=verdict.reason,
+        fidelity=fidelity.value,
+        params={k: v for k, v in params.items() if v is not None},
+        predicted=accelerator.predict(target) if verdict.ok else None,
+    )
+    return item, accelerator, verdict
+
+
+def _check_memory(pipe: Any, budget: Budget) -> None:
+    if budget.memory_gib is None:
+        return
+    sizes = {
+        name: sum(p.numel() * p.element_size() for p in unwrap_module(c).parameters())
+        for name, c in pipe.components.items()
+        if isinstance(c, torch.nn.Module)
+    }
+    need = sum(sizes.values()) / GIB
+    if need > budget.memory_gib:
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
+        raise BudgetError(
+            f"memory_gib={budget.memory_gib:g}: the weights alone take {need:.2f} GiB ({parts}), and offload is "
+            f"{LATER}"
+        )
+
+
+__all__ = ["LATER", "gather", "nearest", "require_pipeline", "resolve"]

@@ -1,0 +1,51 @@
+"""TOML for plans and presets: read with the standard library, written by the few lines below."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - Python 3.10
+    import tomli as tomllib
+
+from ..errors import InvalidOptionError
+
+
+def loads(text: str, origin: str) -> dict[str, Any]:
+    """Parse TOML; `origin` names the source in the error."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidOptionError(f"{origin} is not valid TOML: {error}") from error
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_value(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items() if v is not None) + " }"
+    raise InvalidOptionError(f"cannot write {value!r} ({type(value).__name__}) as TOML")
+
+
+def dumps(data: dict[str, Any]) -> str:
+    """Write a plain dict: scalars first, lists of dicts as arrays of tables. None is left out."""
+    lines = [f"{k} = {_value(v)}" for k, v in data.items() if v is not None and not _is_tables(v)]
+    for key, tables in data.items():
+        if _is_tables(tables):
+            for table in tables:
+                lines += ["", f"[[{key}]]"]
+                lines += [f"{k} = {_value(v)}" for k, v in table.items() if v is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(v, dict) for v in value)
