@@ -1,9 +1,9 @@
 """The whole story on one page: plan, accelerate, restore.
 
-    pipe = accelerate(pipe, preset="auto")   # the same object, accelerated
-    print(pipe.acceleration)                 # what is on, and why the rest is not
-    image = pipe("a red ring").images[0]
-    restore(pipe)                            # as if nothing had happened
+pipe = accelerate(pipe, preset="auto")   # the same object, accelerated
+print(pipe.acceleration)                 # what is on, and why the rest is not
+image = pipe("a red ring").images[0]
+restore(pipe)                            # as if nothing had happened
 """
 
 from __future__ import annotations

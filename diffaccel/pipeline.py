@@ -170,4 +170,3 @@ def unclothe(pipe: Any) -> None:
         plain = next(c for c in type(pipe).__mro__ if not issubclass(c, Accelerated))
         object.__setattr__(pipe, "__class__", plain)
         vars(pipe).pop(HANDLE, None)
-

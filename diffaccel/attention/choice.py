@@ -98,7 +98,8 @@ class AttentionBackend:
         if reason is not None:
             missing = backend.package is not None and "not installed" in reason
             return Verdict.no(
-                f"{reason}; attention stays as it is", MissingDependencyError if missing else InvalidOptionError
+                f"{reason}; attention stays as it is",
+                MissingDependencyError if missing else InvalidOptionError,
             )
         if self.backend == "auto" and all(self._is(p, backend) for _, p in self._sites(target)):
             return Verdict.no(f"{backend.name} is the best that fits {target.hardware.name}, and is in use already")

@@ -99,7 +99,10 @@ class BlockCache:
         self.gate, self.predictor = gate, predictor
         self.stream, self.stand_down = spec.stream, spec.stand_down
         self.state: BranchState | None = None
-        self.entry = self.probe = self.first = self.answer = None
+        self.entry: torch.Tensor | None = None  # input of the first block
+        self.probe: torch.Tensor | None = None  # its residual, on a step that is being computed
+        self.first: torch.Tensor | None = None  # its output, on such a step
+        self.answer: torch.Tensor | None = None  # what the last block returns on a reused step
         self.call: Call | None = None
         self.skipped: list[tuple[Any, Any]] = []  # (function reference, body) of blocks that sit out this call
         self.links: list[Link] = []
@@ -186,7 +189,7 @@ class BlockCache:
     def store(self, last: torch.Tensor) -> None:
         """The stack ran to its end: `last` [B, T, C] is its output."""
         state, call = self.state, self.call
-        assert state is not None and call is not None
+        assert state is not None and call is not None and self.first is not None
         fresh = state.residual is None
         state.probe, state.residual, state.consecutive = self.probe, last - self.first, 0
         self.probe = self.first = None
@@ -205,7 +208,9 @@ class BlockCache:
 
     def bytes_held(self) -> int:
         """Bytes this cache refers to outside of a run's own state."""
-        return sum(t.numel() * t.element_size() for t in (self.entry, self.probe, self.first, self.answer) if t is not None)
+        return sum(
+            t.numel() * t.element_size() for t in (self.entry, self.probe, self.first, self.answer) if t is not None
+        )
 
     def relink(self) -> None:
         """Put back what others dropped since the last run; stay outermost."""

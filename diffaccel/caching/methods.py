@@ -100,7 +100,14 @@ class FirstBlockCache:
                 module = unwrap_module(getattr(target.pipe, component))
                 caches.append(
                     BlockCache(
-                        self.name, module, root, target.spec, self.threshold, self.guards(), relative_l1, reuse
+                        self.name,
+                        module,
+                        root,
+                        target.spec,
+                        self.threshold,
+                        self.guards(),
+                        relative_l1,
+                        reuse,
                     )
                 )
         except BaseException:

@@ -111,7 +111,7 @@ class Accelerator(Protocol):
     def check(self, target: Target) -> Verdict:
         """Can this act on the target? Reads only; touches nothing."""
 
-    def predict(self, target: Target) -> dict[str, Any] | None:
+    def predict(self, target: Target) -> Mapping[str, Any] | None:
         """Expected gain with its origin (`computed`, `measured`, `published`), or None."""
 
     def attach(self, target: Target, site: Site) -> Edit:

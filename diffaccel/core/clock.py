@@ -73,8 +73,11 @@ def schedule_of(scheduler: Any) -> tuple[list[float], list[float]]:
     """
     timesteps = getattr(scheduler, "timesteps", None)
     sigmas = getattr(scheduler, "sigmas", None)
-    as_list = lambda values: [] if values is None else [float(v) for v in values.flatten().tolist()]  # noqa: E731
-    return as_list(timesteps), as_list(sigmas)
+    return _floats(timesteps), _floats(sigmas)
+
+
+def _floats(values: Any) -> list[float]:
+    return [] if values is None else [float(v) for v in values.flatten().tolist()]
 
 
 def position(scheduler: Any) -> int | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DiffaccelError, IncompatibleError
 from . import snapshot as snapshots
 from .accelerator import Accelerator, Target
+from .clock import unwatch
 from .report import RunReport
 from .run import Run, current_run, running
 from .snapshot import Snapshot
@@ -198,8 +199,7 @@ class Acceleration:
     def _clone(self, pipe: Any) -> Any:
         clone = copy.copy(pipe)
         clone.scheduler = copy.deepcopy(pipe.scheduler)
-        for name in snapshots.TAPS:
-            vars(clone.scheduler).pop(name, None)
+        unwatch(clone.scheduler)
         return clone
 
 

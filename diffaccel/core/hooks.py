@@ -58,7 +58,7 @@ class _AroundReference(HookFunctionReference):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return self.around(self.body, args, kwargs)
 
-    @property  # type: ignore[override]
+    @property
     def forward(self) -> Forward:
         return self._call
 
@@ -66,7 +66,7 @@ class _AroundReference(HookFunctionReference):
     def forward(self, value: Forward) -> None:
         self.body = value
 
-    @property  # type: ignore[override]
+    @property
     def original_forward(self) -> Forward:
         return self.body
 
@@ -144,8 +144,9 @@ class Link:
     def around(self, fn: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> Link:
         """Run every call as `fn(body, args, kwargs)`."""
         ref = self.hook.fn_ref
-        body = vars(ref).pop("forward")
-        vars(ref).pop("original_forward", None)
+        body = ref.forward
+        ref.__dict__.clear()  # the properties of the class below stand for `forward` and `original_forward`
+        ref.pre_forward, ref.post_forward = self.hook.pre_forward, self.hook.post_forward
         ref.__class__ = _AroundReference
         ref.around, ref.body = fn, body
         return self

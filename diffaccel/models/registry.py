@@ -27,9 +27,9 @@ def lookup(pipe: Any) -> ModelSpec:
         name = type(unwrap_module(module)).__name__
         config = getattr(module, "config", None)
         for card in CARDS.values():
-            if component in card.denoisers and name in card.classes:
-                if all(getattr(config, key, None) == value for key, value in card.config):
-                    return card
+            known = component in card.denoisers and name in card.classes
+            if known and all(getattr(config, key, None) == value for key, value in card.config):
+                return card
         found.append(component)
     denoisers = tuple(found[:1])
     name = type(unwrap_module(getattr(pipe, denoisers[0]))).__name__ if denoisers else "no denoiser"

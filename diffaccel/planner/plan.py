@@ -80,7 +80,8 @@ class Plan:
         _known(Budget, budget, "budget")
         rest = {k: v for k, v in data.items() if k not in ("items", "budget", "notes")}
         notes = tuple(data.get("notes", ()))
-        return _make(cls, {**rest, "items": tuple(items), "budget": Budget(**budget), "notes": notes}, "plan")
+        made: Plan = _make(cls, {**rest, "items": tuple(items), "budget": Budget(**budget), "notes": notes}, "plan")
+        return made
 
     def to_toml(self) -> str:
         """The plan as TOML; `from_toml` reads it back."""
@@ -98,7 +99,8 @@ class Plan:
     def rows(self) -> list[tuple[str, ...]]:
         """Header and rows of the printed table."""
         head = ("item", "state", "fidelity", "predicted", "measured", "why / setting")
-        return [head] + [
+        rows: list[tuple[str, ...]] = [head]
+        rows += [
             (
                 item.name,
                 item.status,
@@ -109,6 +111,7 @@ class Plan:
             )
             for item in self.items
         ]
+        return rows
 
     def __str__(self) -> str:
         rows = self.rows()

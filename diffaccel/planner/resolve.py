@@ -65,7 +65,10 @@ def gather(preset: str | Plan | None, overrides: Mapping[str, Any]) -> tuple[Pre
         raise InvalidOptionError(f"preset must be a name, a path to a TOML file, a Plan or None, got {preset!r}")
     validate(base.wishes)
     wishes = {**base.wishes, **overrides}
-    for key, value in overrides.items():  # another method than the preset's: the preset's numbers do not apply
+    for (
+        key,
+        value,
+    ) in overrides.items():  # another method than the preset's: the preset's numbers do not apply
         place = PLACES.get(key)
         if place is not None and place.prefixes and value != base.wishes.get(key):
             wishes = {k: v for k, v in wishes.items() if k in overrides or not k.startswith(place.prefixes)}
@@ -150,7 +153,8 @@ def _decide(
         verdict = Verdict.no(f"{fidelity.value}, but only {worst.value} is allowed", BudgetError)
     if verdict.ok and budget.min_psnr_db is not None and fidelity is Fidelity.LOSSY:
         verdict = Verdict.no(
-            f"lossy and unmeasured on this model, but the budget asks for {budget.min_psnr_db:g} dB", BudgetError
+            f"lossy and unmeasured on this model, but the budget asks for {budget.min_psnr_db:g} dB",
+            BudgetError,
         )
     params = asdict(accelerator) if verdict.ok else {}  # type: ignore[call-overload]
     item = PlanItem(

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
+import tomllib
 from typing import Any
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover - Python 3.10
-    import tomli as tomllib
 
 from ..errors import InvalidOptionError
 
