@@ -8,6 +8,7 @@ restore(pipe)                            # as if nothing had happened
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, TypeVar
 
 from .core.compat import host_edit
@@ -56,18 +57,17 @@ def accelerate(
     """
     decided, accelerators, target, wishes = resolve(pipe, preset, budget, hardware, strict, overrides)
     before = handle_of(pipe)
-    if before is not None and before.active_run() is not None:
-        raise _in_a_run("accelerate")
     handle = Acceleration(pipe, target, decided, wishes)
-    if before is not None:
-        before.detach()
-    try:
-        handle.attach(accelerators)
-    except BaseException:
+    with contextlib.nullcontext() if before is None else before.idle("accelerate"):
         if before is not None:
-            before.reattach()
-        raise
-    clothe(pipe, handle)
+            before.detach()
+        try:
+            handle.attach(accelerators)
+        except BaseException:
+            if before is not None:
+                before.reattach()
+            raise
+        clothe(pipe, handle)
     return pipe
 
 
@@ -76,9 +76,7 @@ def restore(pipe: P) -> P:
     """Undo everything `accelerate` did to `pipe` and return it; a no-op where there is nothing to undo."""
     handle = handle_of(pipe)
     if handle is not None:
-        if handle.active_run() is not None:
-            raise _in_a_run("restore")
-        with handle.lock:
+        with handle.idle("restore"):
             handle.detach()
     unclothe(pipe)
     return pipe
@@ -105,9 +103,3 @@ def plan(
 def presets(name: str | None = None) -> Any:
     """The names of the bundled presets, or the text of one."""
     return _presets.names() if name is None else _presets.text(name)
-
-
-def _in_a_run(verb: str) -> Exception:
-    from .errors import IncompatibleError
-
-    return IncompatibleError(f"{verb}() inside a running call of the same pipeline: call it before or after the run")

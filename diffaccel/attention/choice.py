@@ -1,7 +1,7 @@
 """Choose the attention backend of a pipeline's denoisers, per processor and never process-wide.
 
 diffusers' `set_attention_backend` also moves the process-wide default, and its reset does not move it back;
-here only `processor._attention_backend` of the model's own processors is written, and undone.
+here only `processor._attention_backend` of the model's own processors is written, for the length of a call.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import attention_backends, unwrap_module
+from ..core.run import Call
 from ..errors import InvalidOptionError, MissingDependencyError, UnsupportedModelError, unknown
 from .backends import AUTO, BACKENDS, Backend, unfit
 
@@ -115,21 +116,48 @@ class AttentionBackend:
         return None
 
     def attach(self, target: Target, site: Site) -> Edit:
-        """Write the backend into each processor; the undo writes back what was there."""
+        """Have the backend in the processors for the length of each denoiser call of this pipeline's runs."""
         member = attention_backends()[self.resolve(target).diffusers_name]
-        before: dict[int, tuple[Any, Any]] = {}  # by identity: layers may share one processor
-        for _, processor in self._sites(target):
-            before.setdefault(id(processor), (processor, vars(processor).get(FIELD, _ABSENT)))
-            setattr(processor, FIELD, member)
+        switches = []
+        for component, root in site.roots.items():
+            switch = _Switch(member, [p for _, p in processors(getattr(target.pipe, component))])
+            root.listeners.append(switch)
+            switches.append((root, switch))
 
         def undo() -> None:
-            for processor, value in before.values():
-                if value is not _ABSENT:
-                    setattr(processor, FIELD, value)
-                elif FIELD in vars(processor):
-                    delattr(processor, FIELD)
+            for root, switch in switches:
+                if switch in root.listeners:
+                    root.listeners.remove(switch)
 
         return Edit(self.name, undo)
+
+
+class _Switch:
+    """Sets the backend of one denoiser's processors when a call begins, and puts back what was there.
+
+    Only calls of the accelerated pipeline's own runs are announced, so another pipeline on the same model (and
+    the process-wide default) never sees it.
+    """
+
+    def __init__(self, backend: Any, found: list[Any]) -> None:
+        self.backend = backend
+        self.processors = list({id(p): p for p in found}.values())  # layers may share one processor
+        self.before: list[tuple[Any, Any]] = []
+
+    def begin_call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The denoiser is about to run (under its root hook's lock)."""
+        self.before = [(processor, vars(processor).get(FIELD, _ABSENT)) for processor in self.processors]
+        for processor in self.processors:
+            setattr(processor, FIELD, self.backend)
+
+    def end_call(self, call: Call) -> None:
+        """The denoiser returned or raised."""
+        for processor, value in self.before:
+            if value is not _ABSENT:
+                setattr(processor, FIELD, value)
+            else:
+                delattr(processor, FIELD)
+        self.before = []
 
 
 _ABSENT = object()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from . import snapshot as snapshots
 from .accelerator import Accelerator, Target
 from .clock import unwatch
 from .report import RunReport
-from .run import Run, current_run, running
+from .run import Run, current_run, running, suspended
 from .snapshot import Snapshot
 from .stack import Stack
 
@@ -37,6 +38,7 @@ class Acceleration:
         self.wishes = wishes
         self.report: RunReport | None = None
         self.lock = threading.RLock()
+        self._runs: list[Run] = []  # runs in progress, outermost first; all of the thread that holds the lock
         self.stack = Stack(target, self)
 
     # ---- what a user sees ------------------------------------------------------------------------------
@@ -65,7 +67,7 @@ class Acceleration:
 
     def snapshot(self) -> Snapshot:
         """Pause point of the run in progress (call it inside `callback_on_step_end`)."""
-        run = self.active_run()
+        run = self.run_in_progress()
         if run is None:
             raise DiffaccelError("snapshot(): no run of this pipeline is in progress in this thread")
         fixed = [edit.name for edit in self.stack.edits if not edit.preemptible]
@@ -81,7 +83,7 @@ class Acceleration:
         """
         if not isinstance(state, Snapshot) or state.run.owner is not self:
             raise DiffaccelError("resume(): the argument is not a snapshot of this accelerated pipeline")
-        if current_run() is state.run:
+        if self.run_in_progress() is state.run:
             snapshots.put_back(state.run, state)
             return None
         if state.run.request is None:
@@ -144,14 +146,27 @@ class Acceleration:
     # ---- running ---------------------------------------------------------------------------------------
 
     def active_run(self) -> Run | None:
-        """The run of this handle in this thread, or None."""
+        """The run whose model calls are being made now, or None (also inside the user's callbacks)."""
         run = current_run()
         return run if run is not None and run.owner is self else None
+
+    @contextlib.contextmanager
+    def idle(self, verb: str) -> Iterator[None]:
+        """Hold the lock while no run is in progress (waits for other threads, refuses in this one)."""
+        with self.lock:
+            if self._runs:
+                raise IncompatibleError(f"{verb}() inside a running call of the same pipeline: call it after the run")
+            yield
+
+    def run_in_progress(self) -> Run | None:
+        """The innermost run of this thread that has begun and not ended, or None."""
+        runs = self._runs
+        return runs[-1] if runs and runs[-1].thread == threading.get_ident() else None
 
     def call(self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the pipeline's own `__call__` (`call`) inside a run."""
         with self.lock:
-            if self.active_run() is not None:
+            if self._runs:
                 pipe = self._clone(pipe)
             return self._call((call, pipe), args, kwargs, None)
 
@@ -161,14 +176,11 @@ class Acceleration:
             if state is not None:
                 snapshots.set_rng_states(state.run.rng_start)
                 run.replay = snapshots.Replay(state)
-                callback = kwargs.get("callback_on_step_end")
-                if callback is not None:
-                    kwargs = {**kwargs, "callback_on_step_end": run.replay.quiet(run, callback)}
-            return call(pipe, *args, **kwargs)
+            return call(pipe, *args, **_own_callbacks(run, kwargs))
 
     @contextlib.contextmanager
     def _frame(self, pipe: Any, request: Any) -> Iterator[Run]:
-        if self.active_run() is None:
+        if not self._runs:
             self.sync()
         run = Run(pipe, self.stack.target.spec.branch_name, self)
         run.request = request
@@ -179,10 +191,13 @@ class Acceleration:
             for edit in self.stack.edits:
                 if edit.begin_run is not None:
                     edit.begin_run(run)
+            self._runs.append(run)
             with running(run):
                 yield run
             completed = True
         finally:
+            if self._runs and self._runs[-1] is run:
+                self._runs.pop()
             self._finish(run, completed)
 
     def _finish(self, run: Run, completed: bool) -> None:
@@ -201,6 +216,33 @@ class Acceleration:
         clone.scheduler = copy.deepcopy(pipe.scheduler)
         unwatch(clone.scheduler)
         return clone
+
+
+CALLBACKS = ("callback_on_step_end", "callback")  # the second is the older one of the Stable Diffusion pipelines
+
+
+def _own_callbacks(run: Run, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The call's arguments, with the user's callbacks outside of the run: what they call is not the run's."""
+    wrapped = dict(kwargs)
+    for name in CALLBACKS:
+        callback = kwargs.get(name)
+        if callback is None:
+            continue
+        if hasattr(callback, "tensor_inputs"):  # diffusers' PipelineCallback objects bring their own inputs
+            wrapped["callback_on_step_end_tensor_inputs"] = callback.tensor_inputs
+        wrapped[name] = _outside(run, callback)
+    return wrapped
+
+
+def _outside(run: Run, callback: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(callback)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if run.replay is not None and run.replay.covers(run):
+            return {}  # a replayed step, which the callback has seen before the pause
+        with suspended():
+            return callback(*args, **kwargs)
+
+    return outside
 
 
 def _measured(item: PlanItem, report: RunReport) -> PlanItem:

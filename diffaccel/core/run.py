@@ -6,8 +6,10 @@ all per-run state of all accelerators, so that nothing outlives it.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ class Run:
     def __init__(self, pipe: Any, branch_names: Callable[[Any, int], str], owner: Any) -> None:
         self.pipe, self.owner, self.branch_names = pipe, owner, branch_names
         self.scheduler: Any = getattr(pipe, "scheduler", None)
+        self.thread = threading.get_ident()
         self.step = 0
         self.loop = 0
         self.ticks = 0
@@ -180,6 +183,16 @@ class Run:
             seconds=self.watch.seconds(call.start, call.end),
             component=call.component,
         )
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """No run is current inside: for the user's own code (callbacks), whose model calls are not the run's."""
+    token = _CURRENT.set(None)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
 
 
 class running:

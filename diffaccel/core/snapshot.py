@@ -128,12 +128,6 @@ class Replay:
             self.pending = False
         return output
 
-    def quiet(self, run: Run, callback: Any) -> Any:
-        """The user's step callback, silent for the steps that it has already seen."""
-
-        def on_step_end(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            if run.ticks <= self.snapshot.ticks:
-                return {}
-            return callback(pipe, index, timestep, tensors)  # type: ignore[no-any-return]
-
-        return on_step_end
+    def covers(self, run: Run) -> bool:
+        """Is the step that just ended one that was done before the pause?"""
+        return run.ticks <= self.snapshot.ticks
