@@ -104,6 +104,8 @@ class BlockCache:
         self.first: torch.Tensor | None = None  # its output, on such a step
         self.answer: torch.Tensor | None = None  # what the last block returns on a reused step
         self.call: Call | None = None
+        self.asked: tuple[Run, int] | None = None  # the loop that `sits_out` is about
+        self.sits_out = False
         self.skipped: list[tuple[Any, Any]] = []  # (function reference, body) of blocks that sit out this call
         self.links: list[Link] = []
         self.stand_ins: list[Callable[..., Any]] = []
@@ -141,22 +143,28 @@ class BlockCache:
         """The denoiser is about to run."""
         run = call.run
         states = run.state.get(self.name)
-        if states is None or self.threshold <= 0 or self._sits_out(run, kwargs):
+        if states is None or self.threshold <= 0:
             return
+        if self.asked != (run, run.loop):  # once per loop; what it depends on does not change inside one
+            self.asked, self.sits_out = (run, run.loop), self._sits_out(run)
+        if self.sits_out:
+            return
+        for name in self.stand_down:
+            if kwargs.get(name) is not None:
+                run.note(
+                    f"{self.name} stood down in some calls: {name} was given, which acts on the blocks from outside"
+                )
+                return
         key = (call.component, call.branch)
         state = states.get(key)
         if state is None:
             state = states[key] = BranchState()
         self.state, self.call = state, call
 
-    def _sits_out(self, run: Run, kwargs: dict[str, Any]) -> bool:
+    def _sits_out(self, run: Run) -> bool:
         reason = stands_down(self.guards, run.total)
         if reason is None and torch.is_grad_enabled():
             reason = "gradients are enabled (wrap the loop in torch.no_grad())"
-        if reason is None:
-            for name in self.stand_down:
-                if kwargs.get(name) is not None:
-                    reason = f"{name} was given, which changes the blocks from outside"
         if reason is not None:
             run.note(f"{self.name} stood down: {reason}")
         return reason is not None
@@ -211,6 +219,10 @@ class BlockCache:
         return sum(
             t.numel() * t.element_size() for t in (self.entry, self.probe, self.first, self.answer) if t is not None
         )
+
+    def end_run(self) -> None:
+        """Forget the run."""
+        self.asked = None
 
     def relink(self) -> None:
         """Put back what others dropped since the last run; stay outermost."""

@@ -117,6 +117,10 @@ class FirstBlockCache:
         def begin_run(run: Run) -> None:
             run.state[self.name] = {}
 
+        def end_run(run: Run) -> None:
+            for cache in caches:
+                cache.end_run()
+
         def relink() -> None:
             for cache in caches:
                 cache.relink()
@@ -128,6 +132,7 @@ class FirstBlockCache:
             self.name,
             undo,
             begin_run=begin_run,
+            end_run=end_run,
             relink=relink,
             bytes_held=lambda run: sum(cache.bytes_held() for cache in caches),
             stats=stats,

@@ -6,11 +6,16 @@ equal, and reading one synchronises a GPU) and never guessed from the parity of 
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .run import Run
+
+
+# The run whose model calls are being made in this thread; None between runs and inside the user's callbacks.
+CURRENT: contextvars.ContextVar[Run | None] = contextvars.ContextVar("diffaccel_run", default=None)
 
 
 class _Tap:

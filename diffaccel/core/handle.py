@@ -16,7 +16,7 @@ from . import snapshot as snapshots
 from .accelerator import Accelerator, Target
 from .clock import unwatch
 from .report import RunReport
-from .run import Run, current_run, running, suspended
+from .run import Run, running, suspended
 from .snapshot import Snapshot
 from .stack import Stack
 
@@ -144,11 +144,6 @@ class Acceleration:
         self.stack.relink()
 
     # ---- running ---------------------------------------------------------------------------------------
-
-    def active_run(self) -> Run | None:
-        """The run whose model calls are being made now, or None (also inside the user's callbacks)."""
-        run = current_run()
-        return run if run is not None and run.owner is self else None
 
     @contextlib.contextmanager
     def idle(self, verb: str) -> Iterator[None]:

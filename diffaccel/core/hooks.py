@@ -13,6 +13,7 @@ happens later:
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from threading import RLock
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from ..errors import IncompatibleError
+from .clock import CURRENT
 from .compat import (
     COMPILED,
     OLD_FORWARD,
@@ -50,17 +52,14 @@ class Hook(ModelHook):
 
 
 class _AroundReference(HookFunctionReference):
-    """A function reference whose `forward` reads as `around(body, ...)`; assigning to it replaces the body only."""
+    """A function reference whose `forward` is `around(self, ...)`; assigning to it replaces `body` only."""
 
-    around: Callable[..., Any]
+    entry: Forward  # functools.partial(around, self)
     body: Forward
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.around(self.body, args, kwargs)
 
     @property
     def forward(self) -> Forward:
-        return self._call
+        return self.entry
 
     @forward.setter
     def forward(self, value: Forward) -> None:
@@ -141,14 +140,14 @@ class Link:
         self.wrapper = self.module.forward
         self._absorb_compiled()
 
-    def around(self, fn: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> Link:
-        """Run every call as `fn(body, args, kwargs)`."""
+    def around(self, fn: Callable[..., Any]) -> Link:
+        """Run every call as `fn(ref, *args, **kwargs)`, where `ref.body` is what runs below."""
         ref = self.hook.fn_ref
         body = ref.forward
         ref.__dict__.clear()  # the properties of the class below stand for `forward` and `original_forward`
         ref.pre_forward, ref.post_forward = self.hook.pre_forward, self.hook.post_forward
         ref.__class__ = _AroundReference
-        ref.around, ref.body = fn, body
+        ref.entry, ref.body = functools.partial(fn, ref), body
         return self
 
     def relink(self) -> None:
@@ -259,13 +258,12 @@ class RootHook(Hook):
         self.context.reset()
         return module
 
-    def call(self, body: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, ref: _AroundReference, *args: Any, **kwargs: Any) -> Any:
         """The denoiser's forward, seen by the run of this thread (if any)."""
-        owner = self.owner()
-        run = owner.active_run() if owner is not None else None
+        run = CURRENT.get()
         with self.lock:
-            if run is None:
-                return body(*args, **kwargs)
+            if run is None or run.owner is not self.owner():
+                return ref.body(*args, **kwargs)
             context = self.context._context
             call = run.begin_call(self.component, None if context is None else context.name)
             if call.replay is not None:
@@ -275,7 +273,7 @@ class RootHook(Hook):
                 for listener in self.listeners:
                     begun += 1
                     listener.begin_call(call, args, kwargs)
-                output = body(*args, **kwargs)
+                output = ref.body(*args, **kwargs)
             finally:
                 for listener in self.listeners[:begun]:
                     listener.end_call(call)
@@ -285,7 +283,7 @@ class RootHook(Hook):
 
 @host_edit
 def install_root(module: torch.nn.Module, component: str, owner: Any) -> RootHook:
-    """Install the root hook of a denoiser for `owner` (an object with `active_run()`).
+    """Install the root hook of a denoiser for `owner` (an `Acceleration`).
 
     A hook left behind by a pipeline that was garbage-collected without `restore` is cleared away first;
     a living owner is a refusal.

@@ -7,24 +7,21 @@ all per-run state of all accelerators, so that nothing outlives it.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from .clock import position, schedule_of, unwatch, watch
+from .clock import CURRENT, position, schedule_of, unwatch, watch
 from .compat import num_timesteps
 from .report import RunReport, StepRecord
 from .timing import Stopwatch
 
-_CURRENT: contextvars.ContextVar[Run | None] = contextvars.ContextVar("diffaccel_run", default=None)
-
 
 def current_run() -> Run | None:
     """The innermost run of this thread, or None."""
-    return _CURRENT.get()
+    return CURRENT.get()
 
 
 class Call:
@@ -68,7 +65,8 @@ class Run:
         self._schedules: dict[int, tuple[list[float], list[float]]] = {}
         device = getattr(pipe, "_execution_device", None) or torch.device("cpu")
         self.watch = Stopwatch(torch.device(device))
-        self.started = self.watch.mark()
+        self.mark = self.watch.mark
+        self.started = self.mark()
         self.first_call: Any = None
         self.last_step: Any = None
 
@@ -84,7 +82,7 @@ class Run:
 
     def begin_call(self, component: str, context: str | None) -> Call:
         """A denoiser forward starts; `context` is the pipeline's own name for the branch, if it gave one."""
-        start = self.watch.mark()
+        start = self.mark()
         if self.first_call is None:
             self.first_call = start
         if self.total is None:
@@ -104,7 +102,7 @@ class Run:
 
     def end_call(self, call: Call, output: Any) -> None:
         """The forward returned."""
-        call.end = self.watch.mark()
+        call.end = self.mark()
         if not call.computed:
             self.hits += 1
         self.outputs[(call.component, call.branch)] = output
@@ -116,7 +114,7 @@ class Run:
         self.calls_in_step = 0
         self.seen.clear()
         self.step_output = output
-        self.last_step = self.watch.mark()
+        self.last_step = self.mark()
         if self.bar is not None and self.hits:
             self.bar.set_postfix_str(f"cached {self.hits}/{len(self.calls)}", refresh=False)
 
@@ -143,7 +141,7 @@ class Run:
 
     def report(self, completed: bool, bytes_held: int, stats: dict[str, dict[str, Any]]) -> RunReport:
         """Read the marks and build the report."""
-        end = self.watch.mark()
+        end = self.mark()
         self.watch.finish()
         if self.calls and self.scheduler is not None:
             self._schedules[self.loop] = schedule_of(self.scheduler)
@@ -188,11 +186,11 @@ class Run:
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
     """No run is current inside: for the user's own code (callbacks), whose model calls are not the run's."""
-    token = _CURRENT.set(None)
+    token = CURRENT.set(None)
     try:
         yield
     finally:
-        _CURRENT.reset(token)
+        CURRENT.reset(token)
 
 
 class running:
@@ -202,12 +200,12 @@ class running:
         self.run = run
 
     def __enter__(self) -> Run:
-        self.token = _CURRENT.set(self.run)
+        self.token = CURRENT.set(self.run)
         if self.run.scheduler is not None:
             watch(self.run.scheduler, self.run)
         return self.run
 
     def __exit__(self, *exc: Any) -> None:
-        _CURRENT.reset(self.token)
+        CURRENT.reset(self.token)
         if self.run.scheduler is not None:
             unwatch(self.run.scheduler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,14 +15,13 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
+        self.device = device
+        # A point in time: seconds on the host clock, or a recorded CUDA event.
+        self.mark: Callable[[], Any] = self._event if self.cuda else time.perf_counter
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        self.device = device
 
-    def mark(self) -> Any:
-        """A point in time: seconds on the host clock, or a recorded CUDA event."""
-        if not self.cuda:
-            return time.perf_counter()
+    def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
