@@ -25,16 +25,20 @@ Predictor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class BranchState:
     """What one guidance branch of one denoiser remembers: [B, T, C] tensors of the last computed step."""
 
-    __slots__ = ("consecutive", "probe", "residual")
+    __slots__ = ("consecutive", "probe", "residuals")
 
     def __init__(self) -> None:
-        self.probe: torch.Tensor | None = None  # residual of the first block
-        self.residual: torch.Tensor | None = None  # residual of all the others
+        self.probe: torch.Tensor | None = None  # residual of the first block, main stream
+        self.residuals: tuple[torch.Tensor, ...] = ()  # residual of all other blocks, per stream that is read
         self.consecutive = 0
 
     def bytes(self) -> int:
         """Bytes of the stored tensors."""
-        return sum(t.numel() * t.element_size() for t in (self.probe, self.residual) if t is not None)
+        return _bytes((self.probe, *self.residuals))
+
+
+def _bytes(tensors: tuple[torch.Tensor | None, ...]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 class _Head(Hook):
@@ -42,9 +46,8 @@ class _Head(Hook):
 
     def __init__(self, cache: BlockCache, blocks: BlockList) -> None:
         super().__init__()
-        self.cache = cache
+        self.cache, self.outputs = cache, blocks.outputs
         self.position, self.name = blocks.inputs.index(cache.stream), cache.stream
-        self.index = blocks.outputs.index(cache.stream) if len(blocks.outputs) > 1 else None
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         cache = self.cache
@@ -54,7 +57,8 @@ class _Head(Hook):
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         if self.cache.state is not None:
-            self.cache.decide(output if self.index is None else output[self.index])
+            values = output if len(self.outputs) > 1 else (output,)
+            self.cache.decide(dict(zip(self.outputs, values, strict=True)))
         return output
 
 
@@ -63,12 +67,12 @@ class _Tail(Hook):
 
     def __init__(self, cache: BlockCache, blocks: BlockList) -> None:
         super().__init__()
-        self.cache = cache
-        self.index = blocks.outputs.index(cache.stream) if len(blocks.outputs) > 1 else None
+        self.cache, self.outputs = cache, blocks.outputs
 
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         if self.cache.probe is not None:
-            self.cache.store(output if self.index is None else output[self.index])
+            values = output if len(self.outputs) > 1 else (output,)
+            self.cache.store(dict(zip(self.outputs, values, strict=True)))
         return output
 
 
@@ -97,12 +101,12 @@ class BlockCache:
     ) -> None:
         self.name, self.root, self.threshold, self.guards = name, root, threshold, guards
         self.gate, self.predictor = gate, predictor
-        self.stream, self.stand_down = spec.stream, spec.stand_down
+        self.stream, self.reads, self.stand_down = spec.stream, spec.reads or (spec.stream,), spec.stand_down
         self.state: BranchState | None = None
         self.entry: torch.Tensor | None = None  # input of the first block
         self.probe: torch.Tensor | None = None  # its residual, on a step that is being computed
-        self.first: torch.Tensor | None = None  # its output, on such a step
-        self.answer: torch.Tensor | None = None  # what the last block returns on a reused step
+        self.first: tuple[torch.Tensor, ...] = ()  # its outputs as the last block would see them, on such a step
+        self.answers: dict[str, torch.Tensor] = {}  # what the last block returns on a reused step
         self.call: Call | None = None
         self.asked: tuple[Run, int] | None = None  # the loop that `sits_out` is about
         self.sits_out = False
@@ -118,22 +122,25 @@ class BlockCache:
 
     def _install(self, module: torch.nn.Module, spec: ModelSpec) -> None:
         blocks = [(block, row) for row in spec.stack for block in getattr(module, row.attribute)]
+        self.joins = blocks[-1][1].joins if blocks[0][1] is not blocks[-1][1] else ()
         last = len(blocks) - 1
         for i, (block, row) in enumerate(blocks):
             hook = _Head(self, row) if i == 0 else _Tail(self, row) if i == last else Hook()
             self.links.append(install(block, hook, self.name, outermost=True))
-            stand_in = pass_through(row)
-            self.stand_ins.append(self._answering(stand_in, row) if i == last else stand_in)
+            self.stand_ins.append(self._answering(row) if i == last else pass_through(row))
 
-    def _answering(self, stand_in: Callable[..., Any], row: BlockList) -> Callable[..., Any]:
-        """The last block's stand-in: passes other streams through and answers for the one that is read."""
+    def _answering(self, row: BlockList) -> Callable[..., Any]:
+        """The last block's stand-in: answers for the streams that are read, passes the others through."""
         if len(row.outputs) == 1:
-            return lambda *args, **kwargs: self.answer
-        at = row.outputs.index(self.stream)
+            [only] = row.outputs
+            return lambda *args, **kwargs: self.answers[only]
+        places = [(name, row.inputs.index(name)) for name in row.outputs]
 
         def answer(*args: Any, **kwargs: Any) -> Any:
-            outputs = stand_in(*args, **kwargs)
-            return (*outputs[:at], self.answer, *outputs[at + 1 :])
+            return tuple(
+                self.answers[name] if name in self.answers else kwargs[name] if name in kwargs else args[at]
+                for name, at in places
+            )
 
         return answer
 
@@ -169,12 +176,17 @@ class BlockCache:
             run.note(f"{self.name} stood down: {reason}")
         return reason is not None
 
-    def decide(self, first: torch.Tensor) -> None:
-        """The first block returned `first` [B, T, C]: reuse the rest, or run it and remember."""
+    def decide(self, outputs: dict[str, torch.Tensor]) -> None:
+        """The first block returned its streams, each [B, T, C]: reuse the rest, or run it and remember."""
         state, call = self.state, self.call
         assert state is not None and call is not None and self.entry is not None
-        probe = first - self.entry
+        probe = outputs[self.stream] - self.entry
         before = state.probe
+        first: tuple[torch.Tensor, ...]
+        if self.joins:
+            first = (torch.cat([outputs[name] for name in self.joins], dim=1),)
+        else:
+            first = tuple([outputs[name] for name in self.reads])
         if before is not None and before.shape == probe.shape and before.dtype == probe.dtype:
             run = call.run
             if not must_compute(self.guards, call.step, run.total, state.consecutive):
@@ -184,9 +196,9 @@ class BlockCache:
                     return
         self.probe, self.first = probe, first
 
-    def _skip(self, first: torch.Tensor, state: BranchState, call: Call) -> None:
-        assert state.residual is not None
-        self.answer = self.predictor(first, state.residual)
+    def _skip(self, first: tuple[torch.Tensor, ...], state: BranchState, call: Call) -> None:
+        for name, entry, residual in zip(self.reads, first, state.residuals, strict=True):
+            self.answers[name] = self.predictor(entry, residual)
         state.consecutive += 1
         call.computed = False
         for link, stand_in in zip(self.links[1:], self.stand_ins[1:], strict=True):
@@ -194,13 +206,14 @@ class BlockCache:
             self.skipped.append((ref, ref.forward))
             ref.forward = stand_in
 
-    def store(self, last: torch.Tensor) -> None:
-        """The stack ran to its end: `last` [B, T, C] is its output."""
+    def store(self, outputs: dict[str, torch.Tensor]) -> None:
+        """The stack ran to its end; `outputs` are the last block's streams, each [B, T, C]."""
         state, call = self.state, self.call
-        assert state is not None and call is not None and self.first is not None
-        fresh = state.residual is None
-        state.probe, state.residual, state.consecutive = self.probe, last - self.first, 0
-        self.probe = self.first = None
+        assert state is not None and call is not None
+        fresh = state.probe is None
+        state.residuals = tuple([outputs[name] - entry for name, entry in zip(self.reads, self.first, strict=True)])
+        state.probe, state.consecutive = self.probe, 0
+        self.probe, self.first = None, ()
         if fresh:
             call.run.bytes_peak += state.bytes()
 
@@ -209,16 +222,14 @@ class BlockCache:
         for ref, body in self.skipped:
             ref.forward = body
         self.skipped.clear()
-        self.state = self.call = None
-        self.entry = self.probe = self.first = self.answer = None
+        self.state = self.call = self.entry = self.probe = None
+        self.first, self.answers = (), {}
 
     # ---- life ------------------------------------------------------------------------------------------
 
     def bytes_held(self) -> int:
         """Bytes this cache refers to outside of a run's own state."""
-        return sum(
-            t.numel() * t.element_size() for t in (self.entry, self.probe, self.first, self.answer) if t is not None
-        )
+        return _bytes((self.entry, self.probe, *self.first, *self.answers.values()))
 
     def end_run(self) -> None:
         """Forget the run."""

@@ -17,11 +17,14 @@ class BlockList:
 
     `inputs` names the leading parameters of a block's forward that carry streams, in their positional order;
     `outputs` says which stream each element of the returned tuple is (one name: the bare tensor is returned).
+    `joins` is for a list whose one stream is made by the model from several of the list before (FLUX.2 puts text
+    and image tokens together before its single blocks): their names, in the order of concatenation along tokens.
     """
 
     attribute: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    joins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class ModelSpec:
         classes: class names of the denoisers that this card describes.
         config: (key, value) pairs that the denoiser's config must have as well.
         stack: the block lists in the order in which they run (empty: no transformer stack, see `no_stack`).
-        stream: the stream that the layers after the stack read.
+        stream: the main stream, whose change a first-block probe watches.
+        reads: the streams that the layers after the stack read (empty: only `stream`).
         guidance: EMBEDDED, TWO_CALLS or BATCHED.
         stand_down: keyword arguments of the denoiser that, when given, change what blocks do or see from
             outside (skipped layers, ControlNet residuals): a block cache steps aside for such a call.
@@ -49,6 +53,7 @@ class ModelSpec:
     config: tuple[tuple[str, Any], ...] = ()
     stack: tuple[BlockList, ...] = ()
     stream: str = "hidden_states"
+    reads: tuple[str, ...] = ()
     guidance: str = TWO_CALLS
     stand_down: tuple[str, ...] = ()
     no_stack: str = ""
