@@ -14,8 +14,9 @@ import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import attention_backends, unwrap_module
-from ..core.run import Call
+from ..core.run import Call, Run
 from ..errors import InvalidOptionError, MissingDependencyError, UnsupportedModelError, unknown
+from ..ledger.hardware import detect
 from .backends import AUTO, BACKENDS, Backend, unfit
 
 FIELD = "_attention_backend"
@@ -117,19 +118,25 @@ class AttentionBackend:
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Have the backend in the processors for the length of each denoiser call of this pipeline's runs."""
-        member = attention_backends()[self.resolve(target).diffusers_name]
+        backend = self.resolve(target)
         switches = []
         for component, root in site.roots.items():
-            switch = _Switch(member, [p for _, p in processors(getattr(target.pipe, component))])
+            switch = _Switch(backend, getattr(target.pipe, component))
             root.listeners.append(switch)
             switches.append((root, switch))
+
+        def begin_run(run: Run) -> None:
+            for _, switch in switches:
+                reason = switch.ask(run)
+                if reason is not None:
+                    run.note(f"{self.name} stood down: {reason}")
 
         def undo() -> None:
             for root, switch in switches:
                 if switch in root.listeners:
                     root.listeners.remove(switch)
 
-        return Edit(self.name, undo)
+        return Edit(self.name, undo, begin_run=begin_run, stats=lambda run: {"backend": backend.name})
 
 
 class _Switch:
@@ -139,16 +146,29 @@ class _Switch:
     the process-wide default) never sees it.
     """
 
-    def __init__(self, backend: Any, found: list[Any]) -> None:
-        self.backend = backend
-        self.processors = list({id(p): p for p in found}.values())  # layers may share one processor
+    def __init__(self, backend: Backend, module: torch.nn.Module) -> None:
+        self.backend, self.module = backend, module
+        self.member = attention_backends()[backend.diffusers_name]
+        found = list(processors(module))
+        self.head_dim = max((d for d in (_head_dim(a) for a, _ in found) if d), default=None)
+        self.processors = list({id(p): p for _, p in found}.values())  # layers may share one processor
         self.before: list[tuple[Any, Any]] = []
+        self.fits = True
+
+    def ask(self, run: Run) -> str | None:
+        """Does the backend still fit? Device and dtype may have changed since the plan was made."""
+        dtype = str(next(unwrap_module(self.module).parameters()).dtype).removeprefix("torch.")
+        reason = unfit(self.backend, detect(run.device.type), dtype, self.head_dim)
+        self.fits = reason is None
+        return reason
 
     def begin_call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The denoiser is about to run (under its root hook's lock)."""
+        if not self.fits:
+            return
         self.before = [(processor, vars(processor).get(FIELD, _ABSENT)) for processor in self.processors]
         for processor in self.processors:
-            setattr(processor, FIELD, self.backend)
+            setattr(processor, FIELD, self.member)
 
     def end_call(self, call: Call) -> None:
         """The denoiser returned or raised."""

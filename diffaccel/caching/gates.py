@@ -11,4 +11,5 @@ def relative_l1(current: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     The mean runs over the whole batch. Source: TeaCache (arXiv 2411.19108), eq. 4; used on the residual of the
     first block by First-Block Cache (ParaAttention).
     """
-    return (current - previous).abs().mean() / previous.abs().mean()
+    exact = torch.promote_types(current.dtype, torch.float32)  # a half-precision mean would round the decision
+    return (current - previous).abs().mean(dtype=exact) / previous.abs().mean(dtype=exact)

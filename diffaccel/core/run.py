@@ -63,8 +63,8 @@ class Run:
         self.hits = 0
         self._begins: dict[int, int] = {}  # per loop: where in the scheduler's own table it began
         self._schedules: dict[int, tuple[list[float], list[float]]] = {}
-        device = getattr(pipe, "_execution_device", None) or torch.device("cpu")
-        self.watch = Stopwatch(torch.device(device))
+        self.device = torch.device(getattr(pipe, "_execution_device", None) or "cpu")
+        self.watch = Stopwatch(self.device)
         self.mark = self.watch.mark
         self.started = self.mark()
         self.first_call: Any = None
