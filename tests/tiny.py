@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import string
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 FAMILIES = ("flux", "wan", "sd3", "sdxl")
-EXTRAS = ("flux_img2img", "wan22")
+EXTRAS = ("flux_img2img", "wan22", "wan_v2v")
 TRANSFORMERS = ("flux", "wan", "sd3")  # families with transformer blocks
 SEQUENTIAL_CFG = ("flux", "wan")  # families that call the denoiser once per branch
 PROMPTS = ("red ring", "blue square", "tiny green star", "white disc")
@@ -183,6 +184,14 @@ def _wan(experts: int = 1) -> Any:
     )
 
 
+def _wan_v2v() -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanVideoToVideoPipeline
+
+    parts = _wan().components
+    parts = {name: parts[name] for name in ("tokenizer", "text_encoder", "transformer", "vae")}
+    return WanVideoToVideoPipeline(**parts, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0))
+
+
 def _sd3() -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
@@ -258,6 +267,7 @@ _BUILDERS: dict[str, Callable[[], Any]] = {
     "sdxl": _sdxl,
     "wan": _wan,
     "wan22": lambda: _wan(experts=2),
+    "wan_v2v": _wan_v2v,
 }
 
 
@@ -299,9 +309,14 @@ def call_kwargs(family: str, *, true_cfg: bool = False, seed: int = 0, **overrid
         if family == "flux_img2img":
             image = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(77))
             kwargs |= {"image": image, "strength": 0.7}
-    elif family in ("wan", "wan22"):
-        kwargs |= {"height": 32, "width": 32, "num_frames": 5, "guidance_scale": 4.0}
+    elif family in ("wan", "wan22", "wan_v2v"):
+        kwargs |= {"height": 32, "width": 32, "guidance_scale": 4.0}
         kwargs |= {"negative_prompt": "grey", "max_sequence_length": TEXT_TOKENS}
+        if family == "wan_v2v":
+            frames = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(78))
+            kwargs |= {"video": list(frames), "strength": 0.8}
+        else:
+            kwargs |= {"num_frames": 5}
     elif family == "sd3":
         kwargs |= {"height": 8, "width": 8, "guidance_scale": 4.0, "negative_prompt": "grey"}
         kwargs |= {"max_sequence_length": TEXT_TOKENS}
@@ -309,7 +324,17 @@ def call_kwargs(family: str, *, true_cfg: bool = False, seed: int = 0, **overrid
         kwargs |= {"height": 16, "width": 16, "guidance_scale": 4.0, "negative_prompt": "grey"}
     else:
         raise KeyError(family)
-    return kwargs | overrides
+    kwargs |= overrides
+    if family == "wan_v2v":  # its text cleaning needs ftfy, which is not installed
+        kwargs["prompt_embeds"] = made_up_embeds(kwargs.pop("prompt"))
+        kwargs["negative_prompt_embeds"] = made_up_embeds(kwargs.pop("negative_prompt"))
+    return kwargs
+
+
+def made_up_embeds(prompt: str) -> torch.Tensor:
+    """Text embeddings that depend on the prompt, without a text encoder."""
+    generator = torch.Generator().manual_seed(zlib.crc32(prompt.encode()))
+    return torch.randn(1, TEXT_TOKENS, 32, generator=generator)
 
 
 def no_guidance(family: str) -> dict[str, Any]:

@@ -112,9 +112,9 @@ class AttentionBackend:
         current = getattr(processor, FIELD)
         return backend.name == "native" if current is None else current.value == backend.diffusers_name
 
-    def predict(self, target: Target) -> Mapping[str, Any] | None:
+    def predict(self, target: Target) -> Mapping[str, Any]:
         """Nothing is promised without a measurement."""
-        return None
+        return {"origin": "unmeasured"}
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Have the backend in the processors for the length of each denoiser call of this pipeline's runs."""

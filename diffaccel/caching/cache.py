@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..core.compat import eager
 from ..core.hooks import Hook, Link, RootHook, install
 from ..core.run import Call, Run
 from ..models.spec import BlockList, ModelSpec
@@ -49,12 +50,14 @@ class _Head(Hook):
         self.cache, self.outputs = cache, blocks.outputs
         self.position, self.name = blocks.inputs.index(cache.stream), cache.stream
 
+    @eager
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         cache = self.cache
         if cache.state is not None:
             cache.entry = kwargs[self.name] if self.name in kwargs else args[self.position]
         return args, kwargs
 
+    @eager
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         if self.cache.state is not None:
             values = output if len(self.outputs) > 1 else (output,)
@@ -69,6 +72,7 @@ class _Tail(Hook):
         super().__init__()
         self.cache, self.outputs = cache, blocks.outputs
 
+    @eager
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
         if self.cache.probe is not None:
             values = output if len(self.outputs) > 1 else (output,)
@@ -176,6 +180,7 @@ class BlockCache:
             run.note(f"{self.name} stood down: {reason}")
         return reason is not None
 
+    @eager
     def decide(self, outputs: dict[str, torch.Tensor]) -> None:
         """The first block returned its streams, each [B, T, C]: reuse the rest, or run it and remember."""
         state, call = self.state, self.call
@@ -196,6 +201,7 @@ class BlockCache:
                     return
         self.probe, self.first = probe, first
 
+    @eager
     def _skip(self, first: tuple[torch.Tensor, ...], state: BranchState, call: Call) -> None:
         for name, entry, residual in zip(self.reads, first, state.residuals, strict=True):
             self.answers[name] = self.predictor(entry, residual)
@@ -206,6 +212,7 @@ class BlockCache:
             self.skipped.append((ref, ref.forward))
             ref.forward = stand_in
 
+    @eager
     def store(self, outputs: dict[str, torch.Tensor]) -> None:
         """The stack ran to its end; `outputs` are the last block's streams, each [B, T, C]."""
         state, call = self.state, self.call

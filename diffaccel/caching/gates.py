@@ -1,8 +1,32 @@
-"""Gates: how much did a probe change? Pure functions over tensors."""
+"""Gates: is this step near enough to the computed ones? Pure functions over a small explicit state.
+
+A gate is a frozen config. `decide(state, seen, step, ruling) -> (hit, new state)` changes nothing but what it
+returns; `state.value` is the number it compared with its threshold (None where it did not compare). Where the
+limits have ruled already, a gate only brings its state up to date and reads nothing from the device.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
 import torch
+
+from ..errors import InvalidOptionError
+from .predictors import REUSE, Forecast, Sample
+from .step import Ruling, Step, coordinate
+
+S = TypeVar("S")
+
+# What a gate asks to see at each step. The engine knows where a family keeps it.
+NOTHING = "nothing"  # content-free: decided on the host, before the loop if need be
+PROBE = "probe"  # residual of the first block(s), main stream [B, T, C]
+MODULATED = "modulated"  # input of the first block after its modulated norm, [B, T, C]
+TIME = "time"  # time embedding, [B, C] or [B, 6, C]: the same for every prompt
+OUTPUT = "output"  # only outputs of computed steps, through `record`
+INPUT = "input"  # input of the denoiser
+GRID = "grid"  # image tokens or latents on their grid, [T, H, W, C] or [B, T, H, W, C]
+PAIR = "pair"  # (output of the first block(s), input of the stack), each [B, T, C]
 
 
 def relative_l1(current: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
@@ -11,5 +35,170 @@ def relative_l1(current: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     The mean runs over the whole batch. Source: TeaCache (arXiv 2411.19108), eq. 4; used on the residual of the
     first block by First-Block Cache (ParaAttention).
     """
-    exact = torch.promote_types(current.dtype, torch.float32)  # a half-precision mean would round the decision
-    return (current - previous).abs().mean(dtype=exact) / previous.abs().mean(dtype=exact)
+    return (current - previous).abs().mean() / previous.abs().mean()
+
+
+def worst_relative_l1(current: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    """The largest `relative_l1` of any sample of the batch (dimension 0), a scalar tensor."""
+    dims = tuple(range(1, current.ndim))
+    return ((current - previous).abs().mean(dims) / previous.abs().mean(dims)).max()
+
+
+DISTANCES = {"mean": relative_l1, "worst": worst_relative_l1}
+
+
+def reduce_decision(distance: torch.Tensor, group: Any = None) -> float:
+    """The one host read of a compared step. With a process group, the largest distance of any member, for all.
+
+    Limits rule alike on every member, so all of them reach this together or none does.
+    """
+    if group is not None:
+        distance = distance.detach().clone()
+        torch.distributed.all_reduce(distance, op=torch.distributed.ReduceOp.MAX, group=group)
+    return float(distance)
+
+
+class Gate(Generic[S]):
+    """Base of all gates."""
+
+    observes: ClassVar[str] = NOTHING
+
+    def fit(self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None) -> Gate[S]:
+        """This gate for a loop of `total` steps (resampled tables, checked masks); called once per loop and branch."""
+        return self
+
+    def start(self) -> S:
+        """The state before the first step."""
+        raise NotImplementedError
+
+    def decide(self, state: S, seen: Any, step: Step, ruling: Ruling = Ruling.FREE) -> tuple[bool, S]:
+        """Reuse this step? And the state after it."""
+        raise NotImplementedError
+
+    def record(self, state: S, seen: Any, output: torch.Tensor, step: Step) -> S:
+        """The state after a step was computed and gave `output`; most gates do not look at outputs."""
+        return state
+
+
+def check_threshold(value: Any) -> None:
+    """A threshold is a finite number of at least 0; 0 turns a cache off."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise InvalidOptionError(f"threshold must be a number of at least 0, got {value!r}")
+
+
+# ---- distance to the last computed step ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeState:
+    """Probes of the last computed steps, newest last."""
+
+    history: tuple[Sample, ...] = ()
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class ProbeGate(Gate[ProbeState]):
+    """First-Block Cache and DBCache: reuse while the probe stays near what the last computed steps foretell.
+
+    hit iff mean|r_t - r| / mean|r| < threshold, r the probe's forecast under `predictor`; with order 0 that is the
+    probe r_i of the last computed step, as published. A threshold of 1 or more reuses untested (cache-dit).
+    Sources: First-Block Cache (ParaAttention, after TeaCache, arXiv 2411.19108, eq. 4); DBCache (cache-dit).
+
+    Attributes:
+        threshold: relative change below which a step is reused; 0: never.
+        predictor: forecasts the probe.
+        distance: "mean" over the batch, or the "worst" sample's.
+    """
+
+    threshold: float
+    predictor: Forecast = REUSE
+    distance: str = "mean"
+    observes: ClassVar[str] = PROBE
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
+
+    def start(self) -> ProbeState:
+        """No probe yet."""
+        return ProbeState()
+
+    def decide(
+        self, state: ProbeState, seen: torch.Tensor, step: Step, ruling: Ruling = Ruling.FREE
+    ) -> tuple[bool, ProbeState]:
+        """`seen`: residual of the first block(s), [B, T, C]."""
+        value = None
+        if ruling is Ruling.FREE and state.history:
+            if 0 < self.threshold < 1:
+                [expected] = self.predictor.predict(state.history, self._at(step))
+                value = reduce_decision(DISTANCES[self.distance](seen, expected), step.group)
+                hit = value < self.threshold
+            else:
+                hit = self.threshold >= 1
+        else:
+            hit = ruling is Ruling.REUSE
+        if hit:
+            return True, ProbeState(state.history, value)
+        history = (*state.history, Sample(self._at(step), (seen,)))[-self.predictor.depth :]
+        return False, ProbeState(history, value)
+
+    def _at(self, step: Step) -> float:
+        return coordinate(step, self.predictor.coordinate)
+
+
+# ---- distance to the step before, added up -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SumState:
+    """What was seen at the step before, and the sum of distances since the last computed step."""
+
+    seen: Any = None
+    total: float = 0.0
+    value: float | None = None
+    distance: torch.Tensor | None = None  # of this step, before rescaling; left on the device where it is not needed
+
+
+@dataclass(frozen=True)
+class SumGate(Gate[SumState]):
+    """Adds up the change since the last computed step, measured from each step to the next; a hit while it is small.
+
+    The baseline is the step before, reused or not. A computed step sets the sum to 0, ruled or decided.
+    Source: TeaCache (arXiv 2411.19108), eq. 5, with `rescale` as its polynomial and `measure` as its distance.
+    """
+
+    threshold: float
+    distance: str = "mean"
+    observes: ClassVar[str] = MODULATED
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold)
+
+    def feature(self, seen: Any, step: Step) -> Any:
+        """What is compared, made from what is seen."""
+        return seen
+
+    def measure(self, current: Any, previous: Any) -> torch.Tensor:
+        """Distance between two features, a scalar tensor."""
+        return DISTANCES[self.distance](current, previous)
+
+    def rescale(self, distance: float) -> float:
+        """What one step's distance adds to the sum."""
+        return distance
+
+    def start(self) -> SumState:
+        """Nothing seen."""
+        return SumState()
+
+    def decide(self, state: SumState, seen: Any, step: Step, ruling: Ruling = Ruling.FREE) -> tuple[bool, SumState]:
+        """`seen`: what `observes` names."""
+        feature = self.feature(seen, step)
+        if state.seen is None:
+            return ruling is Ruling.REUSE, SumState(feature)
+        distance = self.measure(feature, state.seen)
+        if ruling is Ruling.FREE:
+            value = state.total + self.rescale(reduce_decision(distance, step.group))
+            hit = value < self.threshold and self.threshold > 0
+            return hit, SumState(feature, value if hit else 0.0, value, distance)
+        hit = ruling is Ruling.REUSE
+        return hit, SumState(feature, state.total if hit else 0.0, None, distance)

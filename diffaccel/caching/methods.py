@@ -68,8 +68,10 @@ class FirstBlockCache:
             count = self._blocks(module, target)
             if count < 2:
                 return Verdict.no(f"{component} has {count} block(s): nothing would be left to skip")
-        down = f"runs of fewer than {self.min_steps} steps are computed in full" if self.min_steps else ""
-        return Verdict.yes("threshold 0: off" if self.threshold == 0 else down)
+        if self.threshold == 0:
+            return Verdict.yes("threshold 0: every step is computed")
+        down = f"; runs of fewer than {self.min_steps} steps are computed in full" if self.min_steps else ""
+        return Verdict.yes(f"one block of {count} decides about the rest{down}")
 
     @staticmethod
     def _blocks(module: Any, target: Target) -> int:

@@ -111,8 +111,8 @@ class Accelerator(Protocol):
     def check(self, target: Target) -> Verdict:
         """Can this act on the target? Reads only; touches nothing."""
 
-    def predict(self, target: Target) -> Mapping[str, Any] | None:
-        """Expected gain with its origin (`computed`, `measured`, `published`), or None."""
+    def predict(self, target: Target) -> Mapping[str, Any]:
+        """Expected gain with its `origin`: "computed", "measured", "published", or "unmeasured" and nothing else."""
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Edit the target in place. Raises with nothing changed when it cannot."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -27,9 +28,13 @@ __all__ = [
     "ModelHook",
     "StateManager",
     "attention_backends",
+    "compile_backends",
+    "compile_counts",
     "drift",
+    "eager",
     "host_edit",
     "native_cache",
+    "no_duck_shape",
     "num_timesteps",
     "unwrap_module",
 ]
@@ -67,6 +72,16 @@ def host_edit(fn: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
+def eager(fn: F) -> F:
+    """Keep `fn` out of compiled graphs, at no cost where nothing is compiled.
+
+    `torch.compiler.disable` does the same with a wrapper of several Python calls per call.
+    """
+    from torch._dynamo.decorators import skip
+
+    return skip(fn)  # type: ignore[no-any-return]
+
+
 def native_cache(module: torch.nn.Module) -> str | None:
     """The name of a diffusers step cache that is on in `module`, or None."""
     config = getattr(module, "_cache_config", None)
@@ -91,6 +106,26 @@ def attention_backends() -> dict[str, Any]:
     return {member.value: member for member in AttentionBackendName}
 
 
+def compile_backends() -> list[str]:
+    """The names torch.compile takes as `backend`."""
+    import torch._dynamo
+
+    return list(torch._dynamo.list_backends(exclude_tags=()))
+
+
+def compile_counts() -> tuple[int, int]:
+    """(graphs compiled, graph breaks) in this process so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def no_duck_shape() -> Any:
+    """A context manager in which torch.compile does not take equal dynamic sizes for one size."""
+    config: Any = importlib.import_module("torch.fx.experimental._config")
+    return config.patch(use_duck_shape=False)
+
+
 def drift() -> list[str]:
     """What the installed diffusers / torch no longer offer of the names used here; empty when all is well."""
     missing: list[str] = []
@@ -105,7 +140,10 @@ def drift() -> list[str]:
     need(HookFunctionReference(), "pre_forward", "post_forward", "forward", "original_forward")
     need(StateManager(dict), "_context", "set_context", "reset")
     need(_AttentionBackendRegistry, "_active_backend")
-    need(torch.nn.Module, COMPILED)
+    need(torch.nn.Module, COMPILED, "_call_impl")
+    need(importlib.import_module("torch._dynamo.utils"), "counters")
+    need(importlib.import_module("torch.fx.experimental._config"), "use_duck_shape", "patch")
+    need(importlib.import_module("torch._dynamo.decorators"), "skip")
     if not hasattr(probe, REGISTRY):
         missing.append(f"module.{REGISTRY}")
     if "recurse" not in inspect.signature(HookRegistry.remove_hook).parameters:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -104,6 +104,18 @@ def forward_chain(module: torch.nn.Module) -> Iterator[Any]:
     while fn is not None:
         yield fn
         fn = getattr(fn, "__wrapped__", None)
+
+
+def compiled_body(module: torch.nn.Module) -> Forward | None:
+    """The compiled `__call__` that `module.compile()` gave it, also where a hook of ours has taken it in."""
+    found: Forward | None = vars(module).get(COMPILED)
+    if found is not None:
+        return found
+    for ref in getattr(vars(module).get(REGISTRY), "_fn_refs", ()):
+        body = ref.body if isinstance(ref, _AroundReference) else ref.forward
+        if isinstance(body, _CompiledBody):
+            return body.compiled
+    return None
 
 
 class Link:
@@ -229,10 +241,22 @@ def install(module: torch.nn.Module, hook: Hook, name: str, outermost: bool = Fa
 
 
 class _ContextProbe(StateManager):
-    """Remembers the name a pipeline gave to the current call through `cache_context`; holds no state."""
+    """Remembers the context a pipeline opened through `cache_context`, per thread; holds no other state."""
 
     def __init__(self) -> None:
         super().__init__(dict)
+        self.by_thread: dict[int, Any] = {}  # pipelines in other threads may share the denoiser
+
+    def set_context(self, context: Any) -> None:
+        """Diffusers announces the context (None: closed)."""
+        if context is None:
+            self.by_thread.pop(get_ident(), None)
+        else:
+            self.by_thread[get_ident()] = context
+
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        """Diffusers resets caches at the end of a pipeline call."""
+        self.by_thread.pop(get_ident(), None)
 
 
 class RootHook(Hook):
@@ -264,7 +288,7 @@ class RootHook(Hook):
         with self.lock:
             if run is None or run.owner is not self.owner():
                 return ref.body(*args, **kwargs)
-            context = self.context._context
+            context = self.context.by_thread.get(get_ident())
             call = run.begin_call(self.component, None if context is None else context.name)
             if call.replay is not None:
                 return call.replay

@@ -44,9 +44,9 @@ PLACES: dict[str, Place] = {
     for p in (
         Place("fusion", Slot.WEIGHT, 0, (True, False), ready=(False,)),
         Place("quantization", Slot.WEIGHT, 1, ("fp8", "int8", "svdquant")),
-        Place("compile", Slot.MODULE, 0, (True, False), ready=(False,)),
+        Place("compile", Slot.MODULE, 0, (True, False), ready=(True, False), prefixes=("compile_",)),
         Place("offload", Slot.MODULE, 1, ("stage", "layerwise")),
-        Place("vae_tiling", Slot.MODULE, 2, ("exact", "blended")),
+        Place("vae_tiling", Slot.MODULE, 2, ("exact", "blended"), ready=("blended",), prefixes=("vae_tiling_",)),
         Place("attention", Slot.CALL, 0, ATTENTION, ready=("auto", "native", "flash", "flex")),
         Place("guidance", Slot.CALL, 1, ("reuse",)),
         Place("cache", Slot.CALL, 2, CACHES, ready=("first_block",), prefixes=("cache_",)),

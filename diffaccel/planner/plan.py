@@ -18,7 +18,8 @@ STATUSES = ("enabled", "skipped", "refused")
 class PlanItem:
     """One row: `status` is "enabled", "skipped" (nothing to act on) or "refused" (a clash); `reason` says why.
 
-    `params` are the values in force; `predicted` and `measured` carry their `origin`.
+    `params` are the values in force; `predicted` and `measured` carry their `origin` ("computed", "measured",
+    "published" or "unmeasured"); `predicted` is empty where the item is off, `measured` None before a run.
     """
 
     name: str
@@ -27,7 +28,7 @@ class PlanItem:
     reason: str
     fidelity: str
     params: Mapping[str, Any] = field(default_factory=dict)
-    predicted: Mapping[str, Any] | None = None
+    predicted: Mapping[str, Any] = field(default_factory=dict)
     measured: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -139,6 +140,8 @@ def _why(item: PlanItem) -> str:
 def _gain(values: Mapping[str, Any] | None) -> str:
     if not values:
         return ""
+    if set(values) == {"origin"}:
+        return str(values["origin"])
     return ", ".join(f"{k} {v}" for k, v in values.items() if k != "origin") + f" ({values.get('origin', '?')})"
 
 

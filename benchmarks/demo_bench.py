@@ -1,0 +1,53 @@
+"""Speed and fidelity of the demo's strengths, by the function behind `diffaccel demo`.
+
+    python benchmarks/demo_bench.py                               # the three strengths as shipped
+    python benchmarks/demo_bench.py --thresholds 0.04 0.08 0.16   # a sweep of the cache threshold instead
+
+Prints one JSON document and writes it to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from diffaccel.cli.demo import demo
+from diffaccel.cli.rounds import PLAIN, STRENGTHS, Strength
+
+AIM = {"run": "medium", "speedup": 1.4, "psnr": 28.0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Speed and fidelity of the demo's strengths.")
+    parser.add_argument("--thresholds", type=float, nargs="+", metavar="T")
+    parser.add_argument("--steps", type=int, default=28)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "demo.json")
+    args = parser.parse_args()
+
+    strengths = STRENGTHS
+    if args.thresholds:
+        swept = (Strength(f"{value:g}", "cpu-demo", {"cache_threshold": value}) for value in args.thresholds)
+        strengths = (PLAIN, *swept)
+    document, _ = demo(args.steps, args.prompts, args.rounds, args.seed, strengths=strengths)
+    document["aim"] = AIM | {"met": _met(document["runs"])}
+    text = json.dumps(document, indent=1, allow_nan=False)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(text + "\n")
+    print(text)
+
+
+def _met(runs: list[dict]) -> bool | None:
+    """Whether the shipped medium strength reached the aim; None in a sweep."""
+    for run in runs:
+        if run["name"] == AIM["run"]:
+            close = run["identical"] or run["psnr"] >= AIM["psnr"]
+            return close and run["speedup"] >= AIM["speedup"]
+    return None
+
+
+if __name__ == "__main__":
+    main()

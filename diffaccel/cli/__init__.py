@@ -1,0 +1,75 @@
+"""The `diffaccel` command: one file per verb, loaded only when that verb is called.
+
+A verb's file has `add_arguments(parser)` and `run(args) -> int`. Its result goes to stdout, with --json as
+exactly one document; progress and complaints go to stderr.
+Exit codes: 0 done, 1 failed or refused, 2 bad arguments, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import DiffaccelError, nearest
+
+VERBS: dict[str, str] = {
+    "demo": "generate pictures with and without acceleration and compare speed and fidelity",
+    "plan": "show what a preset would switch on for a pipeline, and why",
+    "presets": "list the presets, or print one",
+}
+_LATER = ("bench", "comfyui", "doctor", "export", "ledger", "quantize", "sweep", "tune")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (sys.argv unless given) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser(words).parse_args(words)
+        return args.run(args)
+    except (DiffaccelError, OSError) as refusal:  # OSError: weights missing, --out not writable
+        print(f"diffaccel: {refusal}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("diffaccel: interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as stop:  # argparse: 0 after --help, 2 after bad arguments
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser that knows every verb by name, but has loaded only the one in `words`."""
+    parser = argparse.ArgumentParser(
+        prog="diffaccel", description="Accelerators for diffusers pipelines.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"diffaccel {__version__}")
+    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    verb = next((word for word in words if not word.startswith("-")), None)
+    if verb is not None and verb not in VERBS:
+        parser.error(_unknown(verb))
+    for name, summary in VERBS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if name == verb:
+            module = importlib.import_module(f".{name}", __name__)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    return parser
+
+
+def _unknown(verb: str) -> str:
+    if verb in _LATER:
+        return f"{verb!r} is not in this version; verbs are {', '.join(VERBS)}"
+    return f"unknown verb {verb!r}: {nearest(verb, VERBS)}"
+
+
+def hush_libraries() -> None:
+    """Keep notes about optional packages that we do not need (torchvision) off the user's screen."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()

@@ -1,0 +1,39 @@
+"""Several measures of closeness at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..errors import unknown
+from . import metrics as _metrics
+
+METRICS: dict[str, Callable[[Any, Any], float]] = {
+    "max_error": _metrics.max_error,
+    "mse": _metrics.mse,
+    "psnr": _metrics.psnr,
+    "ssim": _metrics.ssim,
+}
+
+
+def compare(reference: Any, candidate: Any, metrics: Iterable[str] = ("psnr", "ssim")) -> dict[str, float]:
+    """Measure `candidate` against `reference`: {metric: mean over the pictures}, in the order asked for.
+
+    reference, candidate: pictures or videos in any form that `quality.metrics` accepts, of one shape.
+    metrics: any of psnr (dB), ssim, mse, max_error; one name alone will do.
+    The psnr of identical pictures is inf, which JSON cannot say: see `jsonable`.
+    Raises `InvalidOptionError` for an unknown metric (with the nearest name), what is not a picture, or two
+    sides of different shapes.
+    """
+    names = [metrics] if isinstance(metrics, str) else list(metrics)
+    for name in names:
+        if name not in METRICS:
+            raise unknown("metric", str(name), METRICS)
+    ours, theirs = _metrics.pair(reference, candidate)  # converted once for all metrics
+    return {name: METRICS[name](ours, theirs) for name in names}
+
+
+def jsonable(scores: Mapping[str, float]) -> dict[str, float | None]:
+    """The same scores with None for what JSON has no number for (the psnr of identical pictures)."""
+    return {name: value if math.isfinite(value) else None for name, value in scores.items()}

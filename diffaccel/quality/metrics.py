@@ -1,0 +1,135 @@
+"""Distances between two sets of pictures; pure functions of the pixels.
+
+Pictures may be given as
+  torch tensors   [C, H, W], [B, C, H, W] or, for video, [B, F, C, H, W];
+  numpy arrays    the same, or channels last as diffusers gives them: [H, W, C] to [B, F, H, W, C];
+  PIL images      one, a list, or for video a list of lists of frames;
+  lists           of equally shaped tensors or arrays.
+Values are in 0..1, and 8-bit ones (PIL, uint8) are divided by 255. The peak is therefore always 1. Both sides
+may be of different forms, but must show as many pictures of the same size, else `InvalidOptionError`.
+
+Each result is a plain float: the mean over all pictures, where every frame of a video counts as a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import InvalidOptionError
+
+_SSIM_MIN_SIDE = 11  # the Gaussian window of SSIM
+
+
+def as_batch(images: Any) -> torch.Tensor:
+    """Any accepted form as floating point [B, C, H, W] or [B, F, C, H, W]; half precision becomes float32."""
+    tensor = _stack(images)
+    if tensor.ndim == 3:
+        tensor = tensor[None]
+    if tensor.ndim not in (4, 5) or tensor.numel() == 0:
+        raise InvalidOptionError(
+            f"cannot compare something of shape {list(tensor.shape)}: "
+            "pictures are [C, H, W] or [B, C, H, W], videos [B, F, C, H, W], and neither may be empty"
+        )
+    return tensor
+
+
+def pair(reference: Any, candidate: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both sides as float [N, C, H, W] on the reference's device, videos taken apart into frames."""
+    ours, theirs = as_batch(reference), as_batch(candidate)
+    if ours.shape != theirs.shape:
+        raise InvalidOptionError(
+            f"the reference has shape {list(ours.shape)} but the candidate has {list(theirs.shape)}: "
+            "both must show the same pictures at the same size"
+        )
+    dtype = torch.promote_types(ours.dtype, theirs.dtype)
+    ours, theirs = ours.to(dtype), theirs.to(ours.device, dtype)
+    return ours.flatten(0, -4), theirs.flatten(0, -4)
+
+
+def mse(reference: Any, candidate: Any) -> float:
+    """Mean squared error; 0 for identical pictures."""
+    ours, theirs = pair(reference, candidate)
+    return float(_squared_error(ours, theirs).mean())
+
+
+def max_error(reference: Any, candidate: Any) -> float:
+    """Largest absolute difference of any one value; 0 for identical pictures."""
+    ours, theirs = pair(reference, candidate)
+    return float((ours - theirs).abs().max())
+
+
+def psnr(reference: Any, candidate: Any) -> float:
+    """Peak signal-to-noise ratio in dB, 10 log10(1 / MSE) of each picture, averaged; inf if identical.
+
+    In a mixed set the identical pictures are left out of the mean: one of them would make the whole set
+    infinitely good. The result is inf only where every picture is identical.
+    """
+    ours, theirs = pair(reference, candidate)
+    errors = _squared_error(ours, theirs)
+    errors = errors[errors != 0]  # keeps NaN, which must show
+    return float((-10.0 * errors.log10()).mean()) if len(errors) else float("inf")
+
+
+def ssim(reference: Any, candidate: Any) -> float:
+    """Structural similarity (Wang et al. 2004; Gaussian window of 11, sigma 1.5); 1 if identical."""
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    ours, theirs = pair(reference, candidate)
+    if min(ours.shape[-2:]) < _SSIM_MIN_SIDE:
+        raise InvalidOptionError(
+            f"ssim needs pictures of at least {_SSIM_MIN_SIDE}x{_SSIM_MIN_SIDE} pixels, "
+            f"got {ours.shape[-1]}x{ours.shape[-2]}; leave it out of metrics"
+        )
+    return float(structural_similarity_index_measure(theirs, ours, data_range=1.0))
+
+
+def _squared_error(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of each picture, [N]."""
+    return (ours - theirs).square().flatten(1).mean(dim=1)
+
+
+def _stack(images: Any) -> torch.Tensor:
+    if isinstance(images, torch.Tensor):
+        return _unit(images.detach())
+    if isinstance(images, np.ndarray):
+        return _channels_first(_unit(_from_numpy(images)), images.shape)
+    if hasattr(images, "convert"):  # PIL
+        return _channels_first(_unit(_from_numpy(np.array(images.convert("RGB")))), (0, 0, 3))
+    if isinstance(images, Sequence) and not isinstance(images, (str, bytes)) and len(images):
+        parts = [_stack(image) for image in images]
+        shapes = sorted({tuple(part.shape) for part in parts})
+        if len(shapes) > 1:
+            found = " and ".join(str(list(shape)) for shape in shapes)
+            raise InvalidOptionError(f"the pictures of one list must have one shape, got {found}")
+        return torch.stack(parts)
+    what = "an empty list" if isinstance(images, Sequence) and not len(images) else type(images).__name__
+    raise InvalidOptionError(f"cannot compare {what}: give torch tensors, numpy arrays, PIL images or lists of these")
+
+
+def _from_numpy(array: np.ndarray) -> torch.Tensor:
+    if array.dtype.kind not in "fiub":
+        raise InvalidOptionError(f"cannot compare an array of dtype {array.dtype}: pixels are numbers")
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def _unit(tensor: torch.Tensor) -> torch.Tensor:
+    """Pixels as float32 or float64; 8-bit ones scaled to 0..1."""
+    if tensor.dtype == torch.uint8:
+        return tensor.float() / 255.0
+    if tensor.dtype in (torch.float32, torch.float64):
+        return tensor
+    if tensor.is_complex():
+        raise InvalidOptionError(f"cannot compare a tensor of dtype {tensor.dtype}: pixels are real numbers")
+    return tensor.float()
+
+
+def _channels_first(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """[..., H, W, C] to [..., C, H, W] where the last axis, and not the third last, looks like channels."""
+    channels = (1, 3, 4)
+    if tensor.ndim >= 3 and shape[-1] in channels and shape[-3] not in channels:
+        return tensor.movedim(-1, -3)
+    return tensor

@@ -1,0 +1,103 @@
+"""Dispatch: verbs, exit codes, and what stays unloaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from diffaccel import cli
+from diffaccel.cli import VERBS, main
+from diffaccel.errors import BudgetError
+
+
+def test_help_lists_exactly_the_verbs_that_exist(capsys):
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert all(verb in listed for verb in VERBS)
+    assert not any(verb in listed for verb in cli._LATER)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    assert f"diffaccel {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "VERB"),
+        (["dmeo"], "did you mean 'demo'"),
+        (["preset"], "did you mean 'presets'"),
+        (["ledger"], "'ledger' is not in this version"),
+        (["demo", "--stepps", "3"], "--stepps"),
+        (["demo", "--steps", "0"], "at least 1"),
+        (["demo", "--steps", "many"], "many"),
+        (["demo", "--prompts", "-1"], "at least 1"),
+        (["demo", "--seed", "-1"], "0..2^63-1"),
+        (["presets", "auto", "more"], "more"),
+    ],
+)
+def test_bad_arguments_exit_with_2_and_say_why(words, said, capsys):
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.out == ""
+
+
+def test_a_refusal_exits_with_1_and_its_own_sentence(monkeypatch, capsys):
+    def refuse(args):
+        raise BudgetError("24 GiB are needed, 16 are there")
+
+    monkeypatch.setattr("diffaccel.cli.presets.run", refuse)
+    assert main(["presets"]) == 1
+    assert capsys.readouterr().err == "diffaccel: 24 GiB are needed, 16 are there\n"
+
+
+def test_an_interrupt_exits_with_130(monkeypatch, capsys):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("diffaccel.cli.presets.run", interrupt)
+    assert main(["presets"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_help_loads_neither_torch_nor_diffusers():
+    code = (
+        "import sys; from diffaccel.cli import main; main(['--help']); main(['demo', '--help']);"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'diffusers', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_python_dash_m_is_the_same_command():
+    done = subprocess.run([sys.executable, "-m", "diffaccel", "demoo"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "did you mean 'demo'" in done.stderr and done.stdout == ""
+
+
+def test_presets_list(capsys):
+    assert main(["presets"]) == 0
+    names = capsys.readouterr().out.split()
+    assert {"auto", "cpu-demo", "lossless"} <= set(names)
+    assert main(["presets", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"presets": names}
+
+
+def test_one_preset_prints_its_text(capsys):
+    assert main(["presets", "cpu-demo"]) == 0
+    text = capsys.readouterr().out
+    assert "first_block" in text
+    assert main(["presets", "cpu-demo", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["name"] == "cpu-demo" and document["text"].strip() == text.strip()
+
+
+def test_unknown_preset_is_refused_with_the_nearest_name(capsys):
+    assert main(["presets", "cpu-dem"]) == 1
+    captured = capsys.readouterr()
+    assert "cpu-demo" in captured.err and captured.out == ""

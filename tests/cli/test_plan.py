@@ -1,0 +1,60 @@
+"""`diffaccel plan` prints the library's own decision, as table, JSON and TOML."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from diffaccel import Plan, plan, testbed
+from diffaccel.cli import main
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return testbed.load("image", random=True)
+
+
+@pytest.fixture(autouse=True)
+def untrained_testbed(monkeypatch, pipe):
+    monkeypatch.setattr(testbed, "load", lambda kind: pipe)
+
+
+@pytest.mark.parametrize(
+    ("words", "preset", "hardware"),
+    [([], "auto", None), (["cpu-demo"], "cpu-demo", None), (["auto", "--hardware", "4090"], "auto", "4090")],
+)
+def test_all_three_forms_are_the_library_plan(words, preset, hardware, pipe, capsys):
+    expected = plan(pipe, preset, hardware=hardware)
+    assert main(["plan", *words]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert main(["plan", *words, "--json"]) == 0
+    assert Plan.from_dict(json.loads(capsys.readouterr().out)) == expected
+    assert main(["plan", *words, "--toml"]) == 0
+    assert Plan.from_toml(capsys.readouterr().out) == expected
+
+
+def test_a_model_folder_is_loaded(pipe, tmp_path, capsys):
+    pipe.save_pretrained(tmp_path)
+    assert main(["plan", "cpu-demo", "--model", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pipeline"] == "FluxPipeline"
+
+
+def test_the_pipeline_is_not_touched(pipe, capsys):
+    assert main(["plan"]) == 0
+    assert not hasattr(pipe, "acceleration")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["cpu-dmo"], 1, "cpu-demo"),
+        (["auto", "--hardware", "40900"], 1, "4090"),
+        (["auto", "--model", "no/such/folder"], 1, "no/such/folder"),
+        (["auto", "--json", "--toml"], 2, "not allowed with"),
+    ],
+)
+def test_refusals(words, code, said, capsys):
+    assert main(["plan", *words]) == code
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.out == ""

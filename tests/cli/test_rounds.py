@@ -1,0 +1,104 @@
+"""The order, the clock and the clean-up of the demo's measuring, on a pipeline that only keeps a diary."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import diffaccel
+from diffaccel.cli.rounds import PLAIN, STRENGTHS, Strength, computed_steps, measure
+
+
+class DiaryPipe:
+    """By its own clock a run takes 10 s plain and 4 s accelerated, and 100 s more the first time."""
+
+    def __init__(self, fails_on: str | None = None) -> None:
+        self.now, self.diary, self.noises, self.fails_on = 0.0, [], [], fails_on
+        self.acceleration: SimpleNamespace | None = None
+
+    def clock(self) -> float:
+        return self.now
+
+    def __call__(self, prompts, *, generator, num_inference_steps, **kwargs):
+        name = self.acceleration.name if self.acceleration else "plain"
+        if name == self.fails_on:
+            raise RuntimeError("no")
+        self.noises.append([g.initial_seed() for g in generator])
+        self.now += (100.0 if name not in self.diary else 0.0) + (4.0 if self.acceleration else 10.0)
+        self.diary.append(name)
+        return SimpleNamespace(images=[f"{prompt} {name} {kwargs}" for prompt in prompts])
+
+
+@pytest.fixture(autouse=True)
+def fake_api(monkeypatch):
+    def accelerate(pipe, preset, **overrides):
+        steps = [SimpleNamespace(index=i, computed=i % 2 == 0) for i in range(6)]
+        pipe.now += 1000.0  # attaching must not be timed
+        pipe.acceleration = SimpleNamespace(
+            name=f"{preset}{overrides.get('cache_threshold', '')}",
+            report=SimpleNamespace(steps=steps),
+            plan=SimpleNamespace(to_dict=lambda: {"preset": preset}),
+        )
+
+    monkeypatch.setattr(diffaccel, "accelerate", accelerate)
+    monkeypatch.setattr(diffaccel, "restore", lambda pipe: setattr(pipe, "acceleration", None))
+
+
+THREE = (PLAIN, Strength("soft", "p", {"cache_threshold": 1}), Strength("hard", "p", {"cache_threshold": 2}))
+
+
+def run(pipe, **kwargs):
+    return measure(pipe, ["a", "b"], {"height": 8}, steps=6, strengths=THREE, clock=pipe.clock, **kwargs)
+
+
+def test_runs_are_interleaved_and_the_warm_up_is_left_out():
+    pipe = DiaryPipe()
+    outcomes = run(pipe, rounds=2)
+    assert pipe.diary == ["plain", "p1", "p2"] * 3
+    assert [outcome.seconds for outcome in outcomes] == [[10, 10], [4, 4], [4, 4]]
+    assert [outcome.median_s for outcome in outcomes] == [10, 4, 4]
+
+
+def test_every_run_starts_from_the_same_noise():
+    pipe = DiaryPipe()
+    run(pipe, rounds=1, seed=7)
+    assert pipe.noises == [[7, 8]] * 6
+
+
+def test_outcomes_carry_pictures_steps_and_plan():
+    plain, soft, _ = run(DiaryPipe(), rounds=1)
+    assert plain.images == ["a plain {'height': 8}", "b plain {'height': 8}"]
+    assert plain.computed == (True,) * 6 and plain.plan is None and plain.table == ""
+    assert soft.computed == (True, False) * 3 and soft.plan == {"preset": "p"} and soft.table
+
+
+def test_tick_counts_every_run():
+    ticks = []
+    run(DiaryPipe(), rounds=2, tick=lambda: ticks.append(1))
+    assert len(ticks) == 9
+
+
+def test_the_pipeline_is_plain_afterwards_even_if_a_run_fails():
+    pipe = DiaryPipe(fails_on="p2")
+    with pytest.raises(RuntimeError, match="no"):
+        run(pipe)
+    assert pipe.diary == ["plain", "p1"]
+    assert pipe.acceleration is None
+
+
+def test_a_step_is_computed_if_any_of_its_branches_is():
+    def record(index, computed):
+        return SimpleNamespace(index=index, computed=computed)
+
+    calls = [(0, True), (0, True), (1, False), (1, True), (2, False), (2, False)]
+    report = SimpleNamespace(steps=[record(*call) for call in calls])
+    assert computed_steps(report) == (True, True, False)
+
+
+def test_the_shipped_strengths_are_plain_and_three_of_one_preset():
+    assert [strength.name for strength in STRENGTHS] == ["plain", "gentle", "medium", "strong"]
+    assert STRENGTHS[0].preset is None
+    assert {strength.preset for strength in STRENGTHS[1:]} == {"cpu-demo"}
+    assert not STRENGTHS[2].overrides  # the preset as it is
+    assert STRENGTHS[1].overrides["cache_threshold"] < STRENGTHS[3].overrides["cache_threshold"]
