@@ -32,7 +32,7 @@ PAIR = "pair"  # (output of the first block(s), input of the stack), each [B, T,
 def relative_l1(current: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     """mean|current - previous| / mean|previous|, a scalar tensor; inputs of one shape, e.g. [B, T, C].
 
-    The mean runs over the whole batch. Source: TeaCache (arXiv 2411.19108), eq. 4; used on the residual of the
+    The mean runs over the whole batch. Source: TeaCache (arXiv 2411.19108); used on the residual of the
     first block by First-Block Cache (ParaAttention).
     """
     return (current - previous).abs().mean() / previous.abs().mean()
@@ -66,6 +66,10 @@ class Gate(Generic[S]):
     def fit(self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None) -> Gate[S]:
         """This gate for a loop of `total` steps (resampled tables, checked masks); called once per loop and branch."""
         return self
+
+    def probe(self, seen: Any) -> torch.Tensor | None:
+        """The probe, as predictors that align with it want it, made from what is seen: a residual [B, T, C]."""
+        return seen if isinstance(seen, torch.Tensor) else None
 
     def start(self) -> S:
         """The state before the first step."""
@@ -103,7 +107,7 @@ class ProbeGate(Gate[ProbeState]):
 
     hit iff mean|r_t - r| / mean|r| < threshold, r the probe's forecast under `predictor`; with order 0 that is the
     probe r_i of the last computed step, as published. A threshold of 1 or more reuses untested (cache-dit).
-    Sources: First-Block Cache (ParaAttention, after TeaCache, arXiv 2411.19108, eq. 4); DBCache (cache-dit).
+    Sources: First-Block Cache (ParaAttention, after TeaCache, arXiv 2411.19108); DBCache (cache-dit).
 
     Attributes:
         threshold: relative change below which a step is reused; 0: never.
@@ -128,9 +132,12 @@ class ProbeGate(Gate[ProbeState]):
     ) -> tuple[bool, ProbeState]:
         """`seen`: residual of the first block(s), [B, T, C]."""
         value = None
+        predictor = self.predictor
+        at = float(step.index) if predictor.coordinate == "step" else coordinate(step, predictor.coordinate)
         if ruling is Ruling.FREE and state.history:
             if 0 < self.threshold < 1:
-                [expected] = self.predictor.predict(state.history, self._at(step))
+                known = state.history
+                [expected] = predictor.predict(known, at) if predictor.order else known[-1].values
                 value = reduce_decision(DISTANCES[self.distance](seen, expected), step.group)
                 hit = value < self.threshold
             else:
@@ -139,11 +146,8 @@ class ProbeGate(Gate[ProbeState]):
             hit = ruling is Ruling.REUSE
         if hit:
             return True, ProbeState(state.history, value)
-        history = (*state.history, Sample(self._at(step), (seen,)))[-self.predictor.depth :]
+        history = (*state.history, Sample(at, (seen,)))[-predictor.depth :]
         return False, ProbeState(history, value)
-
-    def _at(self, step: Step) -> float:
-        return coordinate(step, self.predictor.coordinate)
 
 
 # ---- distance to the step before, added up -------------------------------------------------------------------------
@@ -164,7 +168,7 @@ class SumGate(Gate[SumState]):
     """Adds up the change since the last computed step, measured from each step to the next; a hit while it is small.
 
     The baseline is the step before, reused or not. A computed step sets the sum to 0, ruled or decided.
-    Source: TeaCache (arXiv 2411.19108), eq. 5, with `rescale` as its polynomial and `measure` as its distance.
+    Source: TeaCache (arXiv 2411.19108), with `rescale` as its polynomial and `measure` as its distance.
     """
 
     threshold: float

@@ -1,0 +1,166 @@
+"""Static schedules: which steps are computed is known before the loop. No tensor is looked at.
+
+Every function returns one flag per step, True = computed; step 0 always is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..errors import InvalidOptionError
+from .gates import NOTHING, Gate
+from .step import Ruling, Step
+
+Mask = tuple[bool, ...]
+
+
+# ---- what users write ----------------------------------------------------------------------------------------------
+
+
+def parse_schedule(value: str | Sequence[int] | Sequence[bool], total: int) -> Mask:
+    """A mask from "1011…", from flags, or from the list of computed steps.
+
+    Whole numbers that repeat, or booleans, are flags; distinct whole numbers are step indices (negative ones count
+    from the end).
+    """
+    if isinstance(value, str):
+        text = value.replace(" ", "").replace("_", "")
+        if not text or set(text) - {"0", "1"}:
+            raise InvalidOptionError(f"a schedule string holds only 0 and 1, one per step, got {value!r}")
+        return check_mask([c == "1" for c in text], total)
+    values = list(value)
+    if not all(isinstance(v, int) for v in values):
+        raise InvalidOptionError(f"a schedule is a string of 0 and 1, or a list of flags or of steps, got {value!r}")
+    if all(isinstance(v, bool) for v in values) or (len(set(values)) < len(values) and set(values) <= {0, 1}):
+        return check_mask([bool(v) for v in values], total)
+    return mask_of_steps(values, total)
+
+
+def mask_of_steps(steps: Sequence[int], total: int) -> Mask:
+    """The mask whose computed steps are listed."""
+    places = [s + total if s < 0 else s for s in steps]
+    wrong = [s for s, place in zip(steps, places, strict=True) if not 0 <= place < total]
+    if wrong:
+        raise InvalidOptionError(f"the schedule names step {wrong[0]}, and the loop has steps 0 to {total - 1}")
+    if len(set(places)) < len(places):
+        raise InvalidOptionError(f"the schedule names a step twice: {list(steps)}")
+    return check_mask([t in places for t in range(total)], total)
+
+
+def check_mask(mask: Sequence[bool], total: int) -> Mask:
+    """The mask itself, if it has one flag per step and computes the first one."""
+    if len(mask) != total:
+        raise InvalidOptionError(f"the schedule has {len(mask)} entries, and the loop has {total} steps")
+    if not mask[0]:
+        raise InvalidOptionError("the schedule reuses step 0, where nothing is stored yet: begin it with 1")
+    return tuple(bool(flag) for flag in mask)
+
+
+def computed_steps(mask: Sequence[bool]) -> list[int]:
+    """Indices of the computed steps."""
+    return [t for t, flag in enumerate(mask) if flag]
+
+
+# ---- published schedules -------------------------------------------------------------------------------------------
+
+
+def _steps(total: int, computed: Callable[[int], bool]) -> Mask:
+    if isinstance(total, bool) or not isinstance(total, int) or total < 1:
+        raise InvalidOptionError(f"steps must be a whole number of at least 1, got {total!r}")
+    return tuple(t == 0 or computed(t) for t in range(total))
+
+
+def _check_interval(interval: int) -> None:
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        raise InvalidOptionError(f"interval must be a whole number of at least 1, got {interval!r}")
+
+
+def uniform(steps: int, interval: int, first: int = 0) -> Mask:
+    """Every `interval`-th step from `first` on, and all before. Source: DeepCache (arXiv 2312.00858), uniform 1:N."""
+    _check_interval(interval)
+    return _steps(steps, lambda t: t < first or (t - first) % interval == 0)
+
+
+def fora(steps: int, interval: int) -> Mask:
+    """Every `interval`-th step and the last one. Source: FORA (arXiv 2407.01425), static caching."""
+    _check_interval(interval)
+    return _steps(steps, lambda t: t % interval == 0 or t == steps - 1)
+
+
+def taylorseer(steps: int, interval: int, first: int = 3) -> Mask:
+    """The first `first` steps, then every `interval`-th counted from the last of them.
+
+    Source: TaylorSeer (arXiv 2503.06923), its FLUX script (`first_enhance`); no rule for the last step.
+    """
+    _check_interval(interval)
+    return _steps(steps, lambda t: t < first or (t - max(first, 1) + 1) % interval == 0)
+
+
+def diffusers_taylorseer(steps: int, interval: int = 5, before: int = 3, after: int | None = None) -> Mask:
+    """All below `before`, then every `interval`-th counted from before + 1, and all from `after` on.
+
+    Source: diffusers 0.42.1, TaylorSeerCacheConfig (cache_interval, disable_cache_before_step, ..._after_step).
+    """
+    _check_interval(interval)
+    late = steps if after is None else after
+    return _steps(steps, lambda t: t < before or t >= late or (t - before - 1) % interval == 0)
+
+
+def pyramid(timesteps: Sequence[float], interval: int, low: float, high: float) -> Mask:
+    """Computed where the timestep is not strictly between `low` and `high`, else every `interval`-th step.
+
+    Source: PAB (arXiv 2408.12588), broadcast ranges (diffusers: 2 for spatial attention within 100 and 800).
+    """
+    _check_interval(interval)
+    return _steps(len(timesteps), lambda t: not low < timesteps[t] < high or t % interval == 0)
+
+
+def delta_dit(steps: int, interval: int, switch: int) -> list[str]:
+    """Per step "full", or the block range whose difference is reused: "rear" before step `switch`, "front" after.
+
+    Source: Delta-DiT (arXiv 2406.01125): early steps draw outlines, which front blocks make; late ones draw detail.
+    """
+    mask = uniform(steps, interval)
+    return ["full" if computed else "rear" if t < switch else "front" for t, computed in enumerate(mask)]
+
+
+# ---- the gate ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NoState:
+    """A static gate remembers nothing and compares nothing."""
+
+    value: None = None
+
+
+NO_STATE = NoState()
+
+
+@dataclass(frozen=True)
+class ScheduleGate(Gate[NoState]):
+    """Reuses the steps that a schedule names, if they may be.
+
+    Attributes:
+        schedule: a mask, a string, a list of steps (`parse_schedule`), or a function steps -> mask.
+    """
+
+    schedule: Any
+    observes: ClassVar[str] = NOTHING
+
+    def fit(self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None) -> ScheduleGate:
+        """With the mask for this loop."""
+        if total is None:
+            raise InvalidOptionError("a step schedule needs the number of steps, and this loop does not say it")
+        made = self.schedule(total) if callable(self.schedule) else self.schedule
+        return ScheduleGate(parse_schedule(made, total))
+
+    def start(self) -> NoState:
+        """Nothing."""
+        return NO_STATE
+
+    def decide(self, state: NoState, seen: Any, step: Step, ruling: Ruling = Ruling.FREE) -> tuple[bool, NoState]:
+        """`seen` is not looked at. The gate must have been fitted to the loop."""
+        return (not self.schedule[step.index] if ruling is Ruling.FREE else ruling is Ruling.REUSE), NO_STATE

@@ -1,0 +1,170 @@
+"""Published numbers of step caches, from tables/*.json: coefficients, ratios, masks, presets, each with its source."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from ..errors import InvalidOptionError, UnsupportedModelError, nearest, unknown
+from .magnitude import MagnitudeGate
+from .polynomial import PolynomialGate, TimePolynomialGate
+from .schedule import Mask, parse_schedule
+
+HOW_TEACACHE = (
+    "To calibrate: run 50 or more prompts with every step computed, collect for each pair of neighbouring steps the "
+    "relative L1 of the gate tensor and of the stack's output, and pass both lists to "
+    "diffaccel.caching.polynomial.fit_polynomial; then give its numbers as coefficients=(...)"
+)
+HOW_MAGCACHE = (
+    "To calibrate: run one prompt with every step computed, keep the stack's residual of each step, and pass them to "
+    "diffaccel.caching.magnitude.calibrate_ratios; then give its numbers as ratios=(...)"
+)
+
+
+@functools.cache
+def load(name: str) -> Mapping[str, Any]:
+    """One table: "magcache", "presets", "steps_masks" or "teacache"."""
+    return json.loads(resources.files(__package__).joinpath("tables", f"{name}.json").read_text("utf-8"))
+
+
+def _plain(model: str) -> str:
+    """A model's bare name in lower case: "black-forest-labs/FLUX.1-dev" and "FLUX.1-dev" are one."""
+    return model.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix("-diffusers")
+
+
+def find(table: str, model: str) -> str | None:
+    """The table's own name for a model or a set of numbers, or None."""
+    data = load(table)
+    names = {_plain(name): name for name in data["models"]}
+    names |= {_plain(alias): name for alias, name in data["aliases"].items()}
+    return model if model in data["models"] else names.get(_plain(model))
+
+
+def entry(table: str, model: str) -> tuple[str, Mapping[str, Any]]:
+    """(name, numbers) of a set that the user names; the nearest name where there is none."""
+    name = find(table, model)
+    if name is None:
+        raise unknown(f"{table} set", model, load(table)["models"])
+    return name, load(table)["models"][name]
+
+
+# ---- TeaCache ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PolynomialSet:
+    """A polynomial and what goes with it; `name` is its table entry ("given" for numbers of the user's own)."""
+
+    coefficients: tuple[float, ...]
+    name: str = "given"
+    use_abs: bool = False
+    observes: str = "modulated"
+    first_steps: float = 1
+    last_steps: int = 1
+    default_threshold: float | None = None
+    source: str = ""
+
+    def warmup(self, total: int) -> int:
+        """How many steps at the start the reference computes; `first_steps` below 1 is a share of the loop."""
+        return int(self.first_steps * total) if self.first_steps < 1 else int(self.first_steps)
+
+    def gate(self, threshold: float) -> PolynomialGate:
+        """The gate with these numbers."""
+        kind = TimePolynomialGate if self.observes == "time" else PolynomialGate
+        return kind(threshold, coefficients=self.coefficients, use_abs=self.use_abs)
+
+
+def polynomial_set(coefficients: str | Sequence[float] = "auto", model: str | None = None) -> PolynomialSet:
+    """`coefficients`: "auto" (the model's own calibrated set or a refusal), a table name, or the numbers."""
+    if not isinstance(coefficients, str):
+        numbers = tuple(float(c) for c in coefficients)
+        PolynomialGate(0.0, coefficients=numbers)  # refuses what is not a polynomial
+        return PolynomialSet(numbers)
+    if coefficients != "auto":
+        return _polynomial(*entry("teacache", coefficients))
+    name = find("teacache", model) if model else None
+    if name is None:
+        absent = {_plain(key): f" ({why})" for key, why in load("teacache")["absent"].items()}
+        known = [key for key, row in load("teacache")["models"].items() if row["calibrated"]]
+        raise UnsupportedModelError(
+            f"TeaCache has no calibrated coefficients for {model or 'a model without a name'}"
+            f"{absent.get(_plain(model or ''), '')}: {nearest(model or '', known)}. {HOW_TEACACHE}"
+        )
+    row = load("teacache")["models"][name]
+    if not row["calibrated"]:
+        raise UnsupportedModelError(
+            f"TeaCache has no calibrated coefficients for {model}: the published set {name!r} is {row['why_not']}. "
+            f"Give coefficients={name!r} to use it all the same. {HOW_TEACACHE}"
+        )
+    return _polynomial(name, row)
+
+
+def _polynomial(name: str, row: Mapping[str, Any]) -> PolynomialSet:
+    return PolynomialSet(
+        tuple(row["coefficients"]),
+        name,
+        row.get("use_abs", False),
+        row["observes"],
+        row.get("first_steps", 1),
+        row.get("last_steps", 1),
+        row.get("default_threshold"),
+        row["source"],
+    )
+
+
+# ---- MagCache ------------------------------------------------------------------------------------------------------
+
+
+def magnitude_gate(ratios: str | Sequence[float] = "auto", model: str | None = None, **options: Any) -> MagnitudeGate:
+    """MagCache's gate from "auto" (the model's own ratios or a refusal), a table name, or the ratios themselves.
+
+    `options` are fields of `MagnitudeGate` and go before the table's.
+    """
+    if not isinstance(ratios, str):
+        if "threshold" not in options:
+            raise InvalidOptionError("ratios of your own need a threshold (published ones use 0.02 to 0.24)")
+        return MagnitudeGate(ratios=tuple(float(r) for r in ratios), **options)
+    if ratios == "auto":
+        name = find("magcache", model) if model else None
+        if name is None:
+            raise UnsupportedModelError(
+                f"MagCache has no ratios for {model or 'a model without a name'}: "
+                f"{nearest(model or '', load('magcache')['models'])}. {HOW_MAGCACHE}"
+            )
+        row = load("magcache")["models"][name]
+    else:
+        name, row = entry("magcache", ratios)
+    fields = {
+        "threshold": row["threshold"],
+        "ratios": tuple(row["ratios"]),
+        "ratios_uncond": tuple(row["ratios_uncond"]) if "ratios_uncond" in row else None,
+        "max_steps": row["max_steps"],
+        "retention": row["retention"],
+        "rounding": row["rounding"],
+        "strict": row["strict"],
+        "exclude": tuple(row.get("exclude", ())),
+    }
+    return MagnitudeGate(**{**fields, **options})
+
+
+# ---- masks ---------------------------------------------------------------------------------------------------------
+
+
+def steps_mask(preset: str, total: int) -> Mask:
+    """A published steps mask ("slow", "medium", "fast", "ultra") for a loop of `total` steps, True = computed.
+
+    Source: cache-dit 1.5.3, as generated there, for the listed numbers of steps only.
+    """
+    masks = load("steps_masks")["masks"]
+    if str(total) not in masks:
+        raise InvalidOptionError(
+            f"no published steps mask for {total} steps (there are some for {', '.join(masks)}): give a mask yourself"
+        )
+    rows = masks[str(total)]
+    if preset not in rows:
+        raise unknown("steps mask", preset, rows)
+    return parse_schedule(rows[preset], total)

@@ -1,0 +1,88 @@
+"""Published numbers: found by model, refused where they were not fitted to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from diffaccel.caching.polynomial import PolynomialGate, TimePolynomialGate
+from diffaccel.caching.tables import entry, load, magnitude_gate, polynomial_set
+from diffaccel.errors import InvalidOptionError, UnsupportedModelError
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("FLUX.1-dev", "FLUX.1-dev"),
+        ("black-forest-labs/FLUX.1-dev", "FLUX.1-dev"),
+        ("/models/flux.1-dev/", "FLUX.1-dev"),
+        ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan2.1-T2V-1.3B"),
+        ("Alpha-VLLM/Lumina-Image-2.0", "Lumina-Image-2.0 v2"),
+    ],
+)
+def test_auto_finds_the_models_own_set(model: str, name: str) -> None:
+    found = polynomial_set("auto", model)
+    assert found.name == name and len(found.coefficients) == 5 and not found.use_abs
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("Qwen/Qwen-Image", "round numbers made by hand"),
+        ("black-forest-labs/FLUX.1-Kontext-dev", "not part of the reference table"),
+        ("MiniMax-H3", "R\\^2 = 0.095"),
+        ("TangoFlux", "reused"),
+        ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "do not reuse Wan2.1"),
+        ("stabilityai/stable-diffusion-3.5-large", "stable-diffusion-3.5-large"),
+        (None, "a model without a name"),
+    ],
+)
+def test_auto_refuses_and_says_how_to_calibrate(model: str | None, why: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{why}.*fit_polynomial"):
+        polynomial_set("auto", model)
+
+
+def test_a_named_set_is_taken_as_it_is() -> None:
+    found = polynomial_set("Qwen-Image family", "anything")
+    assert found.use_abs and found.gate(0.2) == PolynomialGate(0.2, coefficients=found.coefficients, use_abs=True)
+    assert isinstance(polynomial_set("Wan2.1-T2V-14B ret_steps").gate(0.1), TimePolynomialGate)
+    with pytest.raises(InvalidOptionError, match=r"did you mean 'HunyuanVideo'"):
+        polynomial_set("HunyanVideo")
+
+
+def test_forced_steps_of_the_reference() -> None:
+    assert polynomial_set("auto", "HiDream-I1-Full").warmup(50) == 5, "10 % of the loop"
+    found = polynomial_set("Wan2.1-T2V-14B ret_steps")
+    assert (found.warmup(50), found.last_steps) == (5, 0)
+
+
+def test_numbers_of_the_users_own() -> None:
+    assert polynomial_set([1, 0]).coefficients == (1.0, 0.0)
+    with pytest.raises(InvalidOptionError, match="finite"):
+        polynomial_set([float("nan"), 1.0])
+    with pytest.raises(InvalidOptionError, match="finite"):
+        polynomial_set([])
+
+
+@pytest.mark.parametrize("table", ["magcache", "teacache"])
+def test_every_entry_has_a_source_and_makes_a_gate(table: str) -> None:
+    for name, row in load(table)["models"].items():
+        assert row["source"], name
+        if table == "magcache":
+            gate = magnitude_gate(name)
+            assert len(gate.ratios) == row["steps"] and gate.ratios[0] == 1.0, name
+        else:
+            assert polynomial_set(name).gate(0.1).rescale(0.1) is not None
+            assert row["calibrated"] is ("why_not" not in row), name
+    for alias, name in load(table)["aliases"].items():
+        assert entry(table, alias)[0] == name
+
+
+def test_presets_say_where_they_come_from() -> None:
+    assert load("presets")["dbcache"]["cache_dit_default"] == {
+        "Fn": 8,
+        "Bn": 0,
+        "R": 0.08,
+        "warmup": 8,
+        "MC": -1,
+        "M": -1,
+    }
