@@ -19,8 +19,8 @@ def sea_gain(
 
     Per axis the optimal linear denoiser for a signal of power S(f) = |f|^-power under x = (1-sigma) s + sigma n:
     G(f) = a S / (a^2 S + b^2) = a / (a^2 + b^2 |f|^power), a = 1 - sigma, b = sigma; the product over axes is divided
-    by its mean. Source: SeaCache (arXiv 2602.18993), as in diffusers (the division by the mean); power 3 for video there, 2 is
-    usual for images.
+    by its mean (as in diffusers). Source: SeaCache (arXiv 2602.18993); power 3 for video there, 2 is usual for
+    images.
     """
     sigma = min(max(float(sigma), 1e-6), 1 - 1e-6)  # at 1 only the mean is left, and the formula says 0/0 for it
     a, b = 1 - sigma, sigma

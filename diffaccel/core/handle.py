@@ -70,6 +70,9 @@ class Acceleration:
         run = self.run_in_progress()
         if run is None:
             raise DiffaccelError("snapshot(): no run of this pipeline is in progress in this thread")
+        spec = self.stack.target.spec
+        if spec.no_resume:
+            raise IncompatibleError(f"snapshot(): {spec.family}: {spec.no_resume}")
         fixed = [edit.name for edit in self.stack.edits if not edit.preemptible]
         if fixed:
             raise IncompatibleError(f"snapshot(): {', '.join(fixed)} cannot be paused (preemptible=False)")

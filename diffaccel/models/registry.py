@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from ..core.compat import unwrap_module
-from . import flux, sd3, sdxl, wan
 from .spec import ModelSpec
 
-CARDS: dict[str, ModelSpec] = {card.family: card for card in (flux.CARD, sd3.CARD, sdxl.CARD, wan.CARD)}
+FAMILIES = (
+    "chroma",
+    "cogvideox",
+    "flux",
+    "flux2",
+    "hunyuan_video",
+    "hunyuan_video15",
+    "ltx",
+    "ltx2",
+    "mochi",
+    "pixart",
+    "qwen",
+    "sana",
+    "sd3",
+    "sdxl",
+    "wan",
+    "z_image",
+)
+
+CARDS: dict[str, ModelSpec] = {name: import_module(f".{name}", __package__).CARD for name in FAMILIES}
 
 DENOISERS = ("transformer", "unet", "prior", "decoder", "transformer_2")
 

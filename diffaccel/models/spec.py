@@ -8,7 +8,7 @@ from typing import Any
 # Guidance forms
 EMBEDDED = "embedded"  # one call a step; guidance is an input (a second call only for true CFG)
 TWO_CALLS = "two_calls"  # conditional and unconditional in two calls
-BATCHED = "batched"  # both in one call, concatenated along the batch: unconditional half first
+BATCHED = "batched"  # both in one call, concatenated along the batch
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,12 @@ class ModelSpec:
         stream: the main stream, whose change a first-block probe watches.
         reads: the streams that the layers after the stack read (empty: only `stream`).
         guidance: EMBEDDED, TWO_CALLS or BATCHED.
+        conditional_first: whether a BATCHED call has its conditional half first (most have it second).
         stand_down: keyword arguments of the denoiser that, when given, change what blocks do or see from
             outside (skipped layers, ControlNet residuals): a block cache steps aside for such a call.
         no_stack: why there is no block stack to cache, in words that can end a refusal.
-        vae: kind of the decoder ("kl", "kl_causal_3d").
+        no_resume: why a paused run cannot be gone on with later (empty: it can), in words that can end a refusal.
+        vae: kind of the decoder ("kl", "kl_causal_3d", "dc").
         token_layout: order of the tokens a block sees, for attention masks.
     """
 
@@ -55,14 +57,18 @@ class ModelSpec:
     stream: str = "hidden_states"
     reads: tuple[str, ...] = ()
     guidance: str = TWO_CALLS
+    conditional_first: bool = False
     stand_down: tuple[str, ...] = ()
     no_stack: str = ""
+    no_resume: str = ""
     vae: str = "kl"
     token_layout: str = ""
 
     def branch_name(self, pipe: Any, call: int) -> str:
         """Name of the `call`-th denoiser call of a step, for pipelines that open no cache context."""
         if self.guidance == BATCHED:
-            guided = bool(getattr(pipe, "do_classifier_free_guidance", False))
+            # PixArt keeps its guidance to itself; diffusers' own contexts say cond_uncond for any single call.
+            silent = not hasattr(type(pipe), "do_classifier_free_guidance")
+            guided = silent or bool(getattr(pipe, "do_classifier_free_guidance", False))
             return ("cond_uncond" if guided else "cond") if call == 0 else f"extra_{call}"
         return ("cond", "uncond")[call] if call < 2 else f"extra_{call}"

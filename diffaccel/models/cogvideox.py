@@ -1,0 +1,15 @@
+"""CogVideoX (text, image and video to video)."""
+
+from .spec import BATCHED, BlockList, ModelSpec
+
+_STREAMS = ("hidden_states", "encoder_hidden_states")
+
+CARD = ModelSpec(
+    family="cogvideox",
+    denoisers=("transformer",),
+    classes=("CogVideoXTransformer3DModel",),
+    stack=(BlockList("transformer_blocks", _STREAMS, _STREAMS),),
+    guidance=BATCHED,
+    vae="kl_causal_3d",
+    token_layout="text, frames, rows, columns",
+)

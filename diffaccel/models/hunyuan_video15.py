@@ -1,0 +1,15 @@
+"""HunyuanVideo 1.5: double blocks only; guidance through a guider, one call for each of its conditions."""
+
+from .spec import TWO_CALLS, BlockList, ModelSpec
+
+_STREAMS = ("hidden_states", "encoder_hidden_states")
+
+CARD = ModelSpec(
+    family="hunyuan_video15",
+    denoisers=("transformer",),
+    classes=("HunyuanVideo15Transformer3DModel",),
+    stack=(BlockList("transformer_blocks", _STREAMS, _STREAMS),),
+    guidance=TWO_CALLS,
+    vae="kl_causal_3d",
+    token_layout="frames, rows, columns, text",
+)
