@@ -68,6 +68,23 @@ class Accelerated:
         """Take the step cache off."""
         return _disable(self, "cache")
 
+    def enable_compile(self, **parameters: Any) -> Any:
+        """Compile the denoisers' blocks one by one; keywords are those of `compilation.regional.RegionalCompile`."""
+        return _enable(self, "compile", True, parameters)
+
+    def disable_compile(self) -> Any:
+        """Back to uncompiled blocks (those the user compiled stay compiled)."""
+        return _disable(self, "compile")
+
+    def enable_vae_tiling(self, exact: bool = False, **sizes: Any) -> Any:
+        """Decode in tiles; `sizes` (tile_height, tile_width, stride_height, stride_width, in pixels) are those of
+        `memory.vae_tiling.VaeTiling`. `exact=True`, tiles without any change of the picture, comes later."""
+        return _enable(self, "vae_tiling", "exact" if exact else "blended", sizes)
+
+    def disable_vae_tiling(self) -> Any:
+        """Back to the tiling (or none) that the VAE came with."""
+        return _disable(self, "vae_tiling")
+
 
 def _enable(pipe: Any, key: str, value: str | bool, parameters: dict[str, Any]) -> Any:
     from .planner.resolve import resolve
@@ -79,7 +96,8 @@ def _enable(pipe: Any, key: str, value: str | bool, parameters: dict[str, Any]) 
     one = {key: value, **{prefix + k: v for k, v in parameters.items() if v is not None}}
     resolve(pipe, None, None, handle.stack.target.hardware, True, one)  # raises where it cannot act
     before = handle.wishes.get(key)
-    note = f"{place.item(value)} took the place of {place.item(before)}" if before not in (None, value) else None
+    swapped = before not in (None, False, value)
+    note = f"{place.item(value)} took the place of {place.item(before)}" if swapped else None
     return _swap(pipe, {**wishes, **one}, note)
 
 

@@ -44,8 +44,10 @@ class Budget:
 
 def _configs() -> dict[str, dict[str, type[Any]]]:
     from ..caching.methods import METHODS
+    from ..compilation.regional import RegionalCompile
+    from ..memory.vae_tiling import VaeTiling
 
-    return {"cache": dict(METHODS)}
+    return {"cache": dict(METHODS), "compile": {"True": RegionalCompile}, "vae_tiling": {"blended": VaeTiling}}
 
 
 def parameter_names(place: Place, value: str | bool | None) -> list[str]:

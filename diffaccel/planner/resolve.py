@@ -19,6 +19,7 @@ from ..models.registry import lookup
 from .options import Budget, build, validate
 from .plan import Plan, PlanItem
 from .presets import Preset, load
+from .presets.fitting import fit
 
 LATER = "not in this version"
 
@@ -53,9 +54,11 @@ def choose_hardware(pipe: Any, hardware: str | Hardware | None) -> Hardware:
     return machines.detect(torch.device(pipe._execution_device).type)
 
 
-def gather(preset: str | Plan | None, overrides: Mapping[str, Any]) -> tuple[Preset, dict[str, Any]]:
+def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, Any]) -> tuple[Preset, dict[str, Any]]:
     """(preset, its wishes with the overrides on top)."""
-    if preset is None:
+    if isinstance(preset, Preset):
+        base = preset
+    elif preset is None:
         base = Preset("none")
     elif isinstance(preset, Plan):
         base = Preset(preset.preset, _wishes_of(preset), families=(preset.family,))
@@ -81,7 +84,8 @@ def _wishes_of(plan: Plan) -> dict[str, Any]:
     for item in plan.items:
         for place in PLACES.values():
             for value in place.values:
-                if item.name == place.item(value) and item.status == "enabled":
+                ready = value is not False and value in place.ready
+                if ready and item.name == place.item(value) and item.status == "enabled":
                     wishes[place.key] = value
                     prefix = place.prefixes[0] if place.prefixes else ""
                     wishes.update({prefix + k: v for k, v in item.params.items() if prefix and v is not None})
@@ -109,6 +113,7 @@ def resolve(
             f"preset {base.name!r} is for {', '.join(base.families)}, but {type(pipe).__name__} is of the family "
             f"{target.spec.family!r}"
         )
+    base, wishes = gather(fit(base, preset, target.spec.family, target.hardware, overrides), overrides)
     worst = min(Fidelity(budget.fidelity), Fidelity(base.fidelity or "lossy"), key=lambda f: f.rank)
     _check_memory(pipe, budget)
     items: list[PlanItem] = []
@@ -132,6 +137,7 @@ def resolve(
         hardware=str(target.hardware),
         items=tuple(items),
         budget=budget,
+        notes=base.notes,
     )
     return plan, accelerators, target, wishes
 
@@ -164,7 +170,7 @@ def _decide(
         reason=verdict.reason,
         fidelity=fidelity.value,
         params={k: v for k, v in params.items() if v is not None},
-        predicted=accelerator.predict(target) if verdict.ok else None,
+        predicted=accelerator.predict(target) if verdict.ok else {},
     )
     return item, accelerator, verdict
 

@@ -1,7 +1,8 @@
-"""Presets: named wishes, in commented TOML files beside this one."""
+"""Presets: named wishes, in commented TOML files beside this one and in packages of third parties."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -9,36 +10,62 @@ from typing import Any
 
 from ...errors import InvalidOptionError, unknown
 from .. import toml
+from . import third_party
 
-KEYS = ("description", "families", "fidelity", "wishes")
+KEYS = ("description", "families", "hardware", "fidelity", "wishes", "on")
+DEVICES = ("cpu", "cuda")
+ON_KEYS = ("why", "wishes")
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Wishes and where they apply. `families` of None means any; `fidelity` caps what may be enabled."""
+    """Wishes and where they apply.
+
+    `families` of None means any; `hardware` is the machine it was made for (on another one, a note says so);
+    `fidelity` caps what may be enabled; `on` changes wishes on one kind of device ("cpu", "cuda"), each with a reason;
+    `notes` go into the plan.
+    """
 
     name: str
     wishes: dict[str, Any] = field(default_factory=dict)
     description: str = ""
     families: tuple[str, ...] | None = None
+    hardware: str | None = None
     fidelity: str | None = None
+    on: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
-def names() -> list[str]:
-    """Names of the bundled presets, sorted."""
+def bundled() -> list[str]:
+    """Names of the presets of this package, sorted."""
     files = resources.files(__name__).iterdir()
     return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
 
 
+def names() -> list[str]:
+    """Names of all presets, sorted. A third party's that cannot be read is left out, with a warning naming it."""
+    return sorted({*bundled(), *third_party.readable(parse)})
+
+
+def known(name: str) -> bool:
+    """Is there a preset of that name? Loads none."""
+    return name in bundled() or name in third_party.entry_points()
+
+
 def text(name: str) -> str:
-    """The text of a bundled preset."""
-    if name not in names():
-        raise unknown("preset", name, names())
-    return (resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8")
+    """The text of a preset: a bundled one, else a third party's.
+
+    Raises InvalidOptionError for an unknown name (with the nearest), and for a third party's that cannot be read.
+    """
+    if name in bundled():
+        return (resources.files(__name__) / f"{name}.toml").read_text(encoding="utf-8")
+    if name in third_party.entry_points():
+        return third_party.text(name)
+    raise unknown("preset", name, names())
 
 
 def load(name: str) -> Preset:
-    """A bundled preset by name, or one from a path to a TOML file."""
+    """A preset by name, or one from a path to a TOML file."""
     path = Path(name)
     if name.endswith(".toml"):
         if not path.is_file():
@@ -50,14 +77,26 @@ def load(name: str) -> Preset:
 def parse(source: str, name: str) -> Preset:
     """A preset from its text. Unknown keys raise with the nearest name."""
     data = toml.loads(source, f"preset {name!r}")
-    for key in data:
-        if key not in KEYS:
-            raise unknown(f"key in preset {name!r}:", key, KEYS)
+    _known(name, data, KEYS)
+    on = data.get("on", {})
+    _known(name, on, DEVICES)
+    for table in on.values():
+        _known(name, table, ON_KEYS)
     families = data.get("families")
     return Preset(
         name=name,
         wishes=dict(data.get("wishes", {})),
         description=data.get("description", ""),
         families=tuple(families) if families is not None else None,
+        hardware=data.get("hardware"),
         fidelity=data.get("fidelity"),
+        on=on,
     )
+
+
+def _known(name: str, table: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    if not isinstance(table, Mapping):
+        raise InvalidOptionError(f"preset {name!r}: expected a table with {', '.join(allowed)}, got {table!r}")
+    for key in table:
+        if key not in allowed:
+            raise unknown(f"key in preset {name!r}:", key, allowed)

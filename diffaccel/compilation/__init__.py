@@ -1,0 +1,1 @@
+"""Compilation: the blocks of a denoiser one by one (this version), fused kernels (later)."""

@@ -1,0 +1,224 @@
+"""Regional compilation: each transformer block becomes one compiled graph, and hooks stay outside of it.
+
+Blocks of one class share their graphs, so that a model of 57 blocks compiles two; a cache that decides between
+blocks (data-dependent, hence never in a graph) costs no graph break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
+from ..core.compat import COMPILED, REGISTRY, compile_backends, compile_counts, no_duck_shape, unwrap_module
+from ..core.hooks import PREFIX, compiled_body
+from ..core.run import Call, Run
+from ..errors import IncompatibleError, InvalidOptionError, MissingDependencyError, nearest
+from .toolchain import lacks
+
+MODES = ("default", "max-autotune-no-cudagraphs")
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # CUDA graphs: one block's output is the next one's to overwrite
+OURS = "_diffaccel_compiled"  # mark on a compiled `__call__` that this lever made
+
+
+@dataclass(frozen=True)
+class RegionalCompile:
+    """Compile the forward of every transformer block of the denoisers with `torch.compile`.
+
+    The first call with a new shape compiles before it runs. Blocks the user compiled stay as they are.
+
+    Attributes:
+        backend: a backend of torch.compile; "inductor" (the default) needs a C++ compiler on a CPU, Triton on CUDA.
+        mode: None, "default" or "max-autotune-no-cudagraphs" (only for "inductor").
+        dynamic: None compiles the first shape as it is and a second, general one when another size comes; True
+            compiles the general one at once; False one per size.
+        fullgraph: raise where a block cannot be one graph. Off, such a block is compiled in pieces; `stats` counts
+            the breaks.
+
+    Raises:
+        InvalidOptionError: a value of the wrong type, or a mode this lever does not take.
+    """
+
+    backend: str = "inductor"
+    mode: str | None = None
+    dynamic: bool | None = None
+    fullgraph: bool = False
+
+    name: ClassVar[str] = "compile"
+    slot: ClassVar[Slot] = Slot.MODULE
+    fidelity: ClassVar[Fidelity] = Fidelity.EQUIVALENT
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.backend, str):
+            raise InvalidOptionError(f"compile_backend must be a name, got {self.backend!r}")
+        if self.mode in GRAPH_MODES:
+            raise InvalidOptionError(
+                f"compile_mode={self.mode!r} uses CUDA graphs, whose outputs the next block overwrites; allowed: "
+                f"{', '.join(MODES)}"
+            )
+        if self.mode is not None and self.mode not in MODES:
+            raise InvalidOptionError(f"compile_mode={self.mode!r}: {nearest(str(self.mode), MODES)}")
+        if self.mode is not None and self.backend != "inductor":
+            raise InvalidOptionError(f"compile_mode={self.mode!r} is of inductor; the backend is {self.backend!r}")
+        if self.dynamic not in (None, True, False) or self.fullgraph not in (True, False):
+            raise InvalidOptionError(
+                "compile_dynamic and compile_fullgraph must be True or False, got "
+                f"{self.dynamic!r} and {self.fullgraph!r}"
+            )
+
+    def check(self, target: Target) -> Verdict:
+        """Needs a known stack of blocks, a denoiser that is not compiled as a whole, and the backend's tools."""
+        spec = target.spec
+        if not spec.stack:
+            return Verdict.no(f"{spec.family}: {spec.no_stack}; there are no blocks to compile one by one")
+        whole = next((name for name, module in _denoisers(target) if _compiled_whole(module)), None)
+        if whole is not None:
+            return Verdict.refuse(
+                f"{whole} is compiled as a whole already (torch.compile): its blocks are inside that graph. Give the "
+                "pipeline the plain model, or leave compile off",
+                IncompatibleError,
+            )
+        if self.backend not in compile_backends():
+            return Verdict.no(
+                f"compile_backend={self.backend!r}: {nearest(self.backend, compile_backends())}", InvalidOptionError
+            )
+        missing = lacks(self.backend, target.hardware)
+        if missing is not None:
+            return Verdict.no(missing, MissingDependencyError)
+        foreign = _foreign_hook(target) if self.fullgraph else None
+        if foreign is not None:
+            return Verdict.refuse(
+                f"compile_fullgraph=True: {foreign} inside a block breaks its graph", IncompatibleError
+            )
+        return self._say(target)
+
+    @staticmethod
+    def _say(target: Target) -> Verdict:
+        blocks = list(_blocks(target))
+        free = [block for block in blocks if not _users(block)]
+        if not free:
+            return Verdict.no(f"all {len(blocks)} blocks are compiled already (not by diffaccel), and stay so")
+        kinds = len({type(block) for block in free})
+        kept = f"; {len(blocks) - len(free)} stay as you compiled them" if len(free) < len(blocks) else ""
+        return Verdict.yes(
+            f"{len(free)} blocks of {kinds} kind{'s' * (kinds > 1)}{kept}; the first call of each shape compiles first"
+        )
+
+    def predict(self, target: Target) -> Mapping[str, Any]:
+        """Nothing is promised without a measurement."""
+        return {"origin": "unmeasured"}
+
+    def attach(self, target: Target, site: Site) -> Edit:
+        """Give every block that has none a compiled `__call__`."""
+        done: list[tuple[torch.nn.Module, Any, bool]] = []  # (block, its compiled __call__ of ours, had the key)
+
+        def undo() -> None:
+            for block, compiled, had in reversed(done):
+                if vars(block).get(COMPILED) is not compiled:
+                    continue  # the user compiled it since: theirs stays
+                if had:
+                    vars(block)[COMPILED] = None
+                else:
+                    delattr(block, COMPILED)
+            for root, listener in listeners:
+                if listener in root.listeners:
+                    root.listeners.remove(listener)
+
+        listeners = [(root, _NoDuckShape()) for root in site.roots.values()] if self.dynamic else []
+        for root, listener in listeners:
+            root.listeners.append(listener)
+        try:
+            for block in _blocks(target):
+                if not _users(block):
+                    had = COMPILED in vars(block)  # None stays behind where a compiled body was taken off
+                    compiled = self._compile(block)
+                    setattr(compiled, OURS, True)
+                    vars(block)[COMPILED] = compiled
+                    done.append((block, compiled, had))
+        except BaseException:
+            undo()
+            raise
+
+        def begin_run(run: Run) -> None:
+            run.state[self.name] = dict(zip(("graphs", "breaks"), compile_counts(), strict=True))
+
+        def stats(run: Run) -> dict[str, Any]:
+            graphs, breaks = compile_counts()
+            before = run.state.get(self.name, {})
+            return {
+                "graphs_compiled": graphs - before.get("graphs", graphs),
+                "graph_breaks": breaks - before.get("breaks", breaks),
+            }
+
+        return Edit(self.name, undo, begin_run=begin_run, stats=stats)
+
+    def _compile(self, block: torch.nn.Module) -> Any:
+        return torch.compile(
+            block._call_impl, backend=self.backend, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph
+        )
+
+
+class _NoDuckShape:
+    """While a denoiser runs, equal sizes are not taken for one size.
+
+    With `dynamic=True` PyTorch else gives a token count that happens to equal the channel count the same symbol,
+    and compiles again when only the token count changes (huggingface/diffusers#14297).
+    """
+
+    def __init__(self) -> None:
+        self.patches: list[Any] = []
+
+    def begin_call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The denoiser is about to run (under its root hook's lock)."""
+        patch = no_duck_shape()
+        patch.__enter__()
+        self.patches.append(patch)
+
+    def end_call(self, call: Call) -> None:
+        """The denoiser returned or raised."""
+        self.patches.pop().__exit__(None, None, None)
+
+
+def _denoisers(target: Target) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name in target.spec.denoisers:
+        module = getattr(target.pipe, name, None)
+        if module is not None:
+            yield name, module
+
+
+def _blocks(target: Target) -> Iterator[torch.nn.Module]:
+    """Every block of every denoiser's stack, each once."""
+    seen: set[int] = set()
+    for _, module in _denoisers(target):
+        for row in target.spec.stack:
+            for block in getattr(unwrap_module(module), row.attribute, ()):
+                if id(block) not in seen:
+                    seen.add(id(block))
+                    yield block
+
+
+def _compiled_whole(module: torch.nn.Module) -> bool:
+    return unwrap_module(module) is not module or compiled_body(module) is not None
+
+
+def _users(block: torch.nn.Module) -> bool:
+    """Did somebody else compile this block?"""
+    if unwrap_module(block) is not block:
+        return True
+    compiled = compiled_body(block)
+    return compiled is not None and not getattr(compiled, OURS, False)
+
+
+def _foreign_hook(target: Target) -> str | None:
+    """The first hook of another library inside a block, by name."""
+    for block in _blocks(target):
+        for child in block.modules():
+            for name in getattr(getattr(child, REGISTRY, None), "hooks", {}):
+                if not name.startswith(PREFIX):
+                    return f"the hook {name!r}"
+            if hasattr(child, "_hf_hook"):
+                return f"accelerate's {type(child._hf_hook).__name__}"
+    return None

@@ -1,0 +1,1 @@
+"""Memory: VAE tiling (this version), placement and offload (later)."""

@@ -1,0 +1,45 @@
+"""Arithmetic of overlapping tiles, as diffusers' autoencoders do it. Plain numbers, no tensors.
+
+An autoencoder cuts latents into tiles that start a stride apart, decodes each, and keeps the first `keep` pixels of
+each. The picture has its right size only where `keep` is the stride times the compression ratio; diffusers rounds
+both with `int` and checks nothing (huggingface/diffusers#13605).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def overlap_fits(tile: int, ratio: int, overlap: float) -> bool:
+    """Do tiles of `tile` latents at this overlap (0 <= overlap < 1) give the right size, decoding and encoding?"""
+    sample = tile * ratio
+    stride, sample_stride = int(tile * (1 - overlap)), int(sample * (1 - overlap))
+    keep, sample_keep = tile - int(tile * overlap), sample - int(sample * overlap)
+    return stride >= 1 and sample_keep == stride * ratio and keep * ratio == sample_stride
+
+
+def overlaps(tile: int, ratio: int) -> list[float]:
+    """Every overlap, one per stride of 1 to `tile` latents, that gives the right size; most overlap first."""
+    found = []
+    for stride in range(1, tile + 1):
+        exact = (tile - stride) / tile
+        for value in (exact, math.nextafter(exact, 1), math.nextafter(exact, 0)):
+            if 0 <= value < 1 and overlap_fits(tile, ratio, value) and int(tile * (1 - value)) == stride:
+                found.append(value)
+                break
+    return found
+
+
+def nearest_overlap(axes: Sequence[tuple[int, int]], wanted: float) -> float:
+    """The overlap nearest to `wanted` that gives the right size on every axis, each (tile in latents, ratio)."""
+    if all(overlap_fits(tile, ratio, wanted) for tile, ratio in axes):
+        return wanted
+    candidates = {value for tile, ratio in axes for value in overlaps(tile, ratio)}
+    fitting = [value for value in candidates if all(overlap_fits(t, r, value) for t, r in axes)]
+    return min(fitting, key=lambda value: (abs(value - wanted), -value))  # no overlap at all always fits
+
+
+def multiple(value: float, ratio: int) -> int:
+    """The multiple of `ratio` at or below `value`, at least `ratio`."""
+    return max(ratio, int(value // ratio) * ratio)

@@ -1,0 +1,232 @@
+"""How each autoencoder class of diffusers names its tiles, as data, and which values of them are sound.
+
+diffusers has four namings and no check of any of them; a class that matches none can be tiled with its own sizes
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidOptionError
+from .tiles import multiple, nearest_overlap
+
+Pair = tuple[str, str]  # (vertical, horizontal) attribute; the same name twice where one value serves both
+AXES = ("height", "width")
+
+_TILE: Pair = ("tile_sample_min_height", "tile_sample_min_width")
+_LATENT: Pair = ("tile_latent_min_height", "tile_latent_min_width")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Attributes of one naming: tile in pixels, tile in latents, and a stride in pixels or an overlap (0 to 1)."""
+
+    tile: Pair
+    latent: Pair
+    stride: Pair | None = None
+    overlap: Pair | None = None
+
+    def matches(self, attributes: Mapping[str, Any]) -> bool:
+        """Does an autoencoder with these instance attributes follow this naming?"""
+        return all(name in attributes for name in (*self.tile, *(self.stride or ()), *(self.overlap or ())))
+
+
+LAYOUTS = (
+    # Wan, Qwen-Image, HunyuanVideo, LTX, LTX2, Mochi, Magvit, DC
+    Layout(_TILE, _LATENT, stride=("tile_sample_stride_height", "tile_sample_stride_width")),
+    # CogVideoX, VidTok
+    Layout(_TILE, _LATENT, overlap=("tile_overlap_factor_height", "tile_overlap_factor_width")),
+    # HunyuanVideo 1.5
+    Layout(_TILE, _LATENT, overlap=("tile_overlap_factor", "tile_overlap_factor")),
+    # AutoencoderKL (FLUX, SD, SDXL), FLUX.2, KVAE, Tiny
+    Layout(
+        ("tile_sample_min_size", "tile_sample_min_size"),
+        ("tile_latent_min_size", "tile_latent_min_size"),
+        overlap=("tile_overlap_factor", "tile_overlap_factor"),
+    ),
+)
+
+# Classes whose tiled decoder is wrong at any setting, and how.
+BROKEN = {
+    "AutoencoderKLHunyuanImageRefiner": (
+        "its tiled decoder crops pixels by a size in latents and returns a picture of the wrong size "
+        "(huggingface/diffusers#13605)"
+    ),
+}
+
+# Classes whose tiled decoder is right and whose tiled encoder is not.
+ENCODE_RAISES = ("AutoencoderKLHunyuanImage",)  # it indexes pictures as if they were videos
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the user asked for, in pixels; None leaves it to the autoencoder."""
+
+    tile: tuple[int | None, int | None] = (None, None)  # (height, width)
+    stride: tuple[int | None, int | None] = (None, None)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Sound sizes in pixels, (height, width), the attributes that hold them, and what had to be changed."""
+
+    tile: tuple[int, int]
+    stride: tuple[int, int]
+    ratio: int
+    settings: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    always: bool = False  # tiles a picture of any size
+
+
+def untileable(vae: Any) -> str | None:
+    """Why this autoencoder cannot be tiled, in words after its class name; None when it can."""
+    name = type(vae).__name__
+    if name in BROKEN:
+        return BROKEN[name]
+    if not hasattr(vae, "enable_tiling") or "use_tiling" not in vars(vae):
+        return "it has no tiling in diffusers"
+    if not (hasattr(vae, "tiled_decode") or hasattr(vae, "_tiled_decode")):
+        return "its enable_tiling has no effect: there is no tiled decoder behind it"
+    return None
+
+
+def compression(vae: Any) -> int:
+    """Pixels per latent along one side."""
+    for name in ("spatial_compression_ratio", "spatial_scale_factor"):
+        value = vars(vae).get(name)
+        if isinstance(value, int):
+            return value
+    levels = getattr(getattr(vae, "config", None), "block_out_channels", None)
+    if levels:
+        return int(2 ** (len(levels) - 1))
+    sample, latent = vars(vae).get("tile_sample_min_size"), vars(vae).get("tile_latent_min_size")
+    return max(1, round(sample / latent)) if sample and latent else 8
+
+
+def tiling(attributes: Mapping[str, Any], ratio: int, sizes: Sizes) -> Tiling | None:
+    """Sound sizes for an autoencoder with these tile attributes; None where its naming is unknown.
+
+    Given sizes are taken as they are or refused; the autoencoder's own are moved to the nearest sound ones.
+
+    Raises:
+        InvalidOptionError: a given size that would return a picture of the wrong size, with the nearest sound ones.
+    """
+    layout = next((row for row in LAYOUTS if row.matches(attributes)), None)
+    if layout is None:
+        if sizes != Sizes():
+            raise InvalidOptionError("the sizes of its tiles are fixed; call without sizes")
+        return None
+    notes: list[str] = []
+    tile = _tiles(layout, attributes, ratio, sizes, notes)
+    if layout.stride is not None:
+        stride = _strides(layout.stride, layout, attributes, ratio, sizes, tile, notes)
+        settings: dict[str, Any] = dict(zip(layout.stride, stride, strict=True))
+    else:
+        assert layout.overlap is not None
+        factors = _overlaps(layout.overlap, attributes, ratio, sizes, tile, notes)
+        stride = _pair(int(t // ratio * (1 - f)) * ratio for t, f in zip(tile, factors, strict=True))
+        settings = dict(zip(layout.overlap, factors, strict=True))
+    settings |= dict(zip(layout.tile, tile, strict=True))
+    latents = zip(layout.latent, tile, strict=True)
+    settings |= {name: size // ratio for name, size in latents if name in attributes}
+    return Tiling(tile, stride, ratio, settings, tuple(dict.fromkeys(notes)))
+
+
+def _pair(values: Any) -> tuple[int, int]:
+    first, second = values
+    return first, second
+
+
+def _check(name: str, value: int, ratio: int, most: int | None = None) -> int:
+    """`value` itself, if it is a whole number of latents (and at most `most`)."""
+    if value % ratio or value < ratio:
+        low = multiple(value, ratio)
+        raise InvalidOptionError(
+            f"{name}={value}: must be a multiple of {ratio} (pixels per latent), e.g. {low} or {low + ratio}; any "
+            "other value gives a picture of the wrong size"
+        )
+    if most is not None and value > most:
+        raise InvalidOptionError(f"{name}={value} is more than the tile of {most}: pixels between would be missing")
+    return value
+
+
+def _tiles(
+    layout: Layout, attributes: Mapping[str, Any], ratio: int, sizes: Sizes, notes: list[str]
+) -> tuple[int, int]:
+    given = sizes.tile
+    if layout.tile[0] == layout.tile[1]:
+        if None not in given and given[0] != given[1]:
+            raise InvalidOptionError(
+                f"tile_height={given[0]} and tile_width={given[1]}: its tiles are square, give one size"
+            )
+        given = (given[0] or given[1], given[1] or given[0])
+    found = []
+    for axis, name, size in zip(AXES, layout.tile, given, strict=True):
+        if size is not None:
+            found.append(_check(f"tile_{axis}", size, ratio))
+            continue
+        own = attributes[name]
+        own = own[0] if isinstance(own, (list, tuple)) else own
+        sound = multiple(own, ratio)
+        if sound != own:
+            notes.append(f"{name} {own} -> {sound}, a multiple of {ratio}")
+        found.append(sound)
+    return _pair(found)
+
+
+def _strides(
+    names: Pair,
+    layout: Layout,
+    attributes: Mapping[str, Any],
+    ratio: int,
+    sizes: Sizes,
+    tile: tuple[int, int],
+    notes: list[str],
+) -> tuple[int, int]:
+    found = []
+    for i, axis in enumerate(AXES):
+        given = sizes.stride[i]
+        if given is not None:
+            found.append(_check(f"stride_{axis}", given, ratio, most=tile[i]))
+            continue
+        own_tile, own = attributes[layout.tile[i]], attributes[names[i]]
+        wanted = own if tile[i] == own_tile else own * tile[i] / own_tile  # the same share of overlap
+        sound = min(multiple(wanted, ratio), tile[i])
+        if sound != wanted and tile[i] == own_tile:
+            notes.append(f"{names[i]} {own} -> {sound}, a multiple of {ratio} within the tile")
+        found.append(sound)
+    return _pair(found)
+
+
+def _overlaps(
+    names: Pair, attributes: Mapping[str, Any], ratio: int, sizes: Sizes, tile: tuple[int, int], notes: list[str]
+) -> tuple[float, float]:
+    shared = names[0] == names[1]
+    given = [
+        None if size is None else _check(f"stride_{AXES[i]}", size, ratio, most=tile[i])
+        for i, size in enumerate(sizes.stride)
+    ]
+    wanted = [attributes[n] if s is None else (t - s) / t for n, s, t in zip(names, given, tile, strict=True)]
+    if shared:
+        asked = {w for w, s in zip(wanted, given, strict=True) if s is not None}
+        if len(asked) > 1:
+            raise InvalidOptionError(
+                f"stride_height={given[0]} and stride_width={given[1]}: it has one overlap for both axes, so the "
+                "strides must be the same share of the tile"
+            )
+        wanted = [*asked, *asked] if asked else wanted
+    axes = [(size // ratio, ratio) for size in tile]
+    factors = [nearest_overlap(axes if shared else [axes[i]], wanted[i]) for i in range(2)]
+    for i, axis in enumerate(AXES):
+        sound = int(axes[i][0] * (1 - factors[i])) * ratio
+        if given[i] is not None and sound != given[i]:
+            raise InvalidOptionError(
+                f"stride_{axis}={given[i]} with a tile of {tile[i]} gives a picture of the wrong size; the nearest "
+                f"that does not is {sound}"
+            )
+        if factors[i] != wanted[i] and given[i] is None and not (shared and i):
+            notes.append(f"{names[i]} {wanted[i]:g} -> {factors[i]:g}, so that the picture has its size")
+    return factors[0], factors[1]

@@ -1,0 +1,66 @@
+"""From a preset to the wishes for one pipeline on one machine: "auto" by family and device, `on` by device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ...core.rules import PLACES
+from ...errors import InvalidOptionError
+from ...ledger.hardware import HARDWARE, Hardware
+from . import Preset, known, load
+
+AUTO = "auto"
+VARIANTS = frozenset({"ti", "super", "laptop", "mobile", "max-q", "d"})  # other chips under the same number
+
+
+def machine(hardware: Hardware) -> str | None:
+    """The short name of a machine ("4090" for "NVIDIA GeForce RTX 4090"); None where presets know none such."""
+    words = hardware.name.lower().replace("_", " ").split()
+    if VARIANTS & set(words):
+        return None
+    return next((word for word in words if word in HARDWARE), None)
+
+
+def fit(
+    preset: Preset, asked: object, family: str, hardware: Hardware, overrides: Collection[str] = ()
+) -> Preset:
+    """The preset for this family and machine.
+
+    `asked` is what the user named, `overrides` the keys the user sets anyway. For "auto", a preset
+    `{machine}-{family}` takes the place of the general one where there is one (the plan then says
+    "auto (4090-flux)"); a broken one of a third party is passed over with a note.
+    """
+    if asked == AUTO:
+        preset = _specific(preset, family, hardware)
+    elif preset.hardware is not None and preset.hardware != machine(hardware):
+        preset = replace(preset, notes=(*preset.notes, f"made for {preset.hardware}, but this is {hardware.name}"))
+    return _on(preset, hardware.kind, overrides)
+
+
+def _specific(general: Preset, family: str, hardware: Hardware) -> Preset:
+    name = f"{machine(hardware)}-{family}"
+    if not known(name):
+        return general
+    try:
+        special = load(name)
+    except InvalidOptionError as error:
+        return replace(general, notes=(*general.notes, str(error)))
+    if special.families is not None and family not in special.families:
+        return general
+    return replace(special, name=f"{AUTO} ({name})")
+
+
+def _on(preset: Preset, kind: str, overrides: Collection[str]) -> Preset:
+    table = preset.on.get(kind, {})
+    changes = {k: v for k, v in table.get("wishes", {}).items() if k not in overrides and preset.wishes.get(k) != v}
+    if not changes:
+        return preset
+    wishes = {**preset.wishes, **changes}
+    for key, value in changes.items():
+        place = PLACES.get(key)
+        if place is not None and place.prefixes and not value:  # switched off: its numbers go with it
+            wishes = {k: v for k, v in wishes.items() if not k.startswith(place.prefixes)}
+    changed = ", ".join(f"{key}={value!r}" for key, value in changes.items())
+    note = f"on a {kind}: {changed}" + (f" ({table['why']})" if table.get("why") else "")
+    return replace(preset, wishes=wishes, notes=(*preset.notes, note))
