@@ -9,7 +9,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from diffusers.hooks.hooks import (
@@ -69,7 +69,7 @@ def host_edit(fn: F) -> F:
         with torch.inference_mode(False):
             return fn(*args, **kwargs)
 
-    return wrapper  # type: ignore[return-value]
+    return cast(F, wrapper)
 
 
 def eager(fn: F) -> F:
@@ -79,7 +79,7 @@ def eager(fn: F) -> F:
     """
     from torch._dynamo.decorators import skip
 
-    return skip(fn)  # type: ignore[no-any-return]
+    return cast(F, skip(fn))
 
 
 def native_cache(module: torch.nn.Module) -> str | None:

@@ -68,10 +68,8 @@ def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, Any]) -> 
         raise InvalidOptionError(f"preset must be a name, a path to a TOML file, a Plan or None, got {preset!r}")
     validate(base.wishes)
     wishes = {**base.wishes, **overrides}
-    for (
-        key,
-        value,
-    ) in overrides.items():  # another method than the preset's: the preset's numbers do not apply
+    for key, value in overrides.items():
+        # Another method than the preset's: the preset's numbers do not apply.
         place = PLACES.get(key)
         if place is not None and place.prefixes and value != base.wishes.get(key):
             wishes = {k: v for k, v in wishes.items() if k in overrides or not k.startswith(place.prefixes)}
