@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -63,13 +64,20 @@ class Verdict:
         return cls(False, reason, error, "refused")
 
 
-@dataclass(frozen=True)
 class Target:
-    """What an accelerator is asked to act on."""
+    """What an accelerator is asked to act on. Refers to the pipeline weakly: hooks on a shared model that outlive
+    their pipeline must not keep it alive."""
 
-    pipe: Any
-    spec: ModelSpec
-    hardware: Hardware
+    __slots__ = ("_pipe", "hardware", "spec")
+
+    def __init__(self, pipe: Any, spec: ModelSpec, hardware: Hardware) -> None:
+        self._pipe = weakref.ref(pipe)
+        self.spec, self.hardware = spec, hardware
+
+    @property
+    def pipe(self) -> Any:
+        """The pipeline (None once it is gone)."""
+        return self._pipe()
 
 
 @dataclass

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DiffaccelError, IncompatibleError
+from ..models.registry import lookup
 from . import snapshot as snapshots
 from .accelerator import Accelerator, Target
 from .clock import unwatch
@@ -104,6 +105,10 @@ class Acceleration:
                 run.total = num_inference_steps
             yield run
 
+    def alive(self) -> bool:
+        """Does the pipeline still exist?"""
+        return self._pipe() is not None
+
     def describe(self) -> str:
         """Class of the pipeline and what is on, for messages."""
         pipe = self._pipe()
@@ -135,6 +140,19 @@ class Acceleration:
         self.stack = Stack(self.stack.target, self)
         self.stack.attach(self._accelerators)
 
+    def _plan_anew(self) -> None:
+        """The model is known better than when the plan was made (or is another one): decide again."""
+        from ..planner.resolve import resolve
+
+        pipe, old = self.pipe, self._plan
+        plan, accelerators, target, _ = resolve(pipe, None, old.budget, self.stack.target.hardware, False, self.wishes)
+        self.detach()
+        self.stack = Stack(target, self)
+        self.attach(accelerators)
+        self._plan = replace(
+            plan, preset=old.preset, notes=(*old.notes, "planned anew: the model is known better now")
+        )
+
     def set_plan(self, plan: Plan) -> None:
         """Replace the plan that is shown (its items stay those in force)."""
         self._plan = plan
@@ -144,6 +162,8 @@ class Acceleration:
         if not self.stack.current():
             self.detach()
             self.reattach()
+        if lookup(self.pipe) != self.stack.target.spec:
+            self._plan_anew()
         self.stack.relink()
 
     # ---- running ---------------------------------------------------------------------------------------

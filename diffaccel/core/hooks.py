@@ -316,7 +316,7 @@ def install_root(module: torch.nn.Module, component: str, owner: Any) -> RootHoo
     other = registry.hooks.get(ROOT) if registry is not None else None
     if other is not None:
         holder = other.owner()
-        if holder is not None and holder is not owner:
+        if holder is not None and holder is not owner and holder.alive():
             raise IncompatibleError(
                 f"{component} ({type(unwrap_module(module)).__name__}) is shared with a pipeline that is already "
                 f"accelerated ({holder.describe()}). Restore that one first, or accelerate only one of them: the "

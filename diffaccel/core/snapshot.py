@@ -49,10 +49,10 @@ def clone_tensors(value: Any) -> Any:
 
 
 def generators_of(kwargs: dict[str, Any]) -> list[torch.Generator | None]:
-    """The generators a pipeline call draws from; [None] means torch's global one."""
+    """The generators a pipeline call may draw from; None is torch's global one (some schedulers draw from it)."""
     given = kwargs.get("generator")
     found = list(given) if isinstance(given, (list, tuple)) else [given]
-    return [g for g in found if g is not None] or [None]
+    return [None, *(g for g in found if g is not None)]
 
 
 def rng_states(generators: list[torch.Generator | None]) -> list[tuple[torch.Generator | None, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from importlib import import_module
 from typing import Any
 
@@ -29,14 +30,30 @@ FAMILIES = (
 
 CARDS: dict[str, ModelSpec] = {name: import_module(f".{name}", __package__).CARD for name in FAMILIES}
 
+UNKNOWN = "unknown"  # family of a model without a card whose blocks are not known (yet)
+
+# What was learnt of a denoiser without a card, for as long as it lives: a ModelSpec, or an `infer.Refusal`.
+_LEARNED: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def learned(module: Any) -> Any:
+    """What a run showed of this denoiser's blocks: a ModelSpec, a refusal, or None where none was recorded."""
+    return _LEARNED.get(unwrap_module(module))
+
+
+def remember(module: Any, found: Any) -> None:
+    """Keep what was learnt of a denoiser."""
+    _LEARNED[module] = found
+
+
 DENOISERS = ("transformer", "unet", "prior", "decoder", "transformer_2")
 
 
 def lookup(pipe: Any) -> ModelSpec:
     """The card of a pipeline, by the class name of its denoiser.
 
-    A model without a card gets one that knows only where the denoiser is (`family="unknown"`): runs are still
-    timed and reported, and every lever that needs to know more is refused with the class named.
+    A model without a card gets what was learnt of it in an earlier run, else one that knows only where the denoiser
+    is (family UNKNOWN): runs are timed and reported, and a lever that needs to know more says what is missing.
     """
     found: list[str] = []
     for component in DENOISERS:
@@ -51,10 +68,19 @@ def lookup(pipe: Any) -> ModelSpec:
                 return card
         found.append(component)
     denoisers = tuple(found[:1])
-    name = type(unwrap_module(getattr(pipe, denoisers[0]))).__name__ if denoisers else "no denoiser"
+    if not denoisers:
+        return ModelSpec(UNKNOWN, (), (), no_stack=f"it has none of {', '.join(DENOISERS)}")
+    module = getattr(pipe, denoisers[0])
+    name, known = type(unwrap_module(module)).__name__, learned(module)
+    if isinstance(known, ModelSpec):
+        return known
+    if known is None:
+        why = "its blocks are learnt in the next run, and the plan is made anew after that"
+    else:
+        why = f"its blocks could not be learnt: {known}"
     return ModelSpec(
-        family="unknown",
+        family=UNKNOWN,
         denoisers=denoisers,
         classes=(),
-        no_stack=f"diffaccel has no card for {name} in this version (families: {', '.join(CARDS)})",
+        no_stack=f"diffaccel has no card for {name} (families: {', '.join(CARDS)}); {why}",
     )

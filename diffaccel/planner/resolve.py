@@ -15,6 +15,7 @@ from ..core.stack import weights_on_meta
 from ..errors import BudgetError, InvalidOptionError, InvalidPipelineError, UnsupportedModelError, nearest
 from ..ledger import hardware as machines
 from ..ledger.hardware import GIB, Hardware
+from ..models.learn import LearnBlocks
 from ..models.registry import lookup
 from .options import Budget, build, validate
 from .plan import Plan, PlanItem
@@ -51,7 +52,9 @@ def choose_hardware(pipe: Any, hardware: str | Hardware | None) -> Hardware:
         if not isinstance(hardware, str):
             raise InvalidOptionError(f"hardware must be a name or None, got {hardware!r}")
         return machines.named(hardware)
-    return machines.detect(torch.device(pipe._execution_device).type)
+    # A property that fails where a component is a bare nn.Module, which has no `device`.
+    device = getattr(pipe, "_execution_device", None)
+    return machines.detect("cpu" if device is None else torch.device(device).type)
 
 
 def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, Any]) -> tuple[Preset, dict[str, Any]]:
@@ -123,6 +126,9 @@ def resolve(
         items.append(item)
         if accelerator is not None and verdict.ok:
             accelerators.append(accelerator)
+    pupil = LearnBlocks()
+    if any(item.status == "skipped" for item in items) and pupil.check(target).ok:
+        accelerators.append(pupil)
     if budget.max_seconds is not None:
         reason = f"{LATER}: there is no time model yet, so max_seconds={budget.max_seconds:g} cannot be judged"
         if strict:

@@ -10,9 +10,11 @@ import diffusers
 import pytest
 import torch
 
+from diffaccel import accelerate, restore
 from diffaccel.models import CARDS, ModelSpec, lookup, registry
 from diffaccel.models.infer import Refusal, infer, record
 
+from .. import tiny
 from . import table, test_families
 from .images import masked_call
 from .parts import embeds, flow, kl, without
@@ -263,3 +265,44 @@ def test_an_inferred_spec_carries_a_cache(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(registry.CARDS, found.family, found)
     test_families.test_a_repeated_call_is_reused_and_gives_the_same_answer("auraflow")
     test_families.test_hits_skip_all_blocks_but_the_first("auraflow")
+
+
+def test_the_blocks_of_an_unknown_model_are_learnt_from_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AuraFlow through the public API: run 1 is plain and is watched, run 2 has the cache; restore undoes it all."""
+
+    def pipeline() -> Any:
+        parts = without("text_encoder", "tokenizer")
+        return diffusers.AuraFlowPipeline(transformer=auraflow_transformer(), vae=kl(), scheduler=flow(), **parts)
+
+    call = partial(masked_call, 8, height=8, width=8)
+    monkeypatch.setitem(table.FAMILIES, "auraflow", Family("auraflow", pipeline, call, ("cond",)))
+    pipe = build("auraflow")
+    [plain] = run(pipe, "auraflow")
+    accelerate(pipe, None, cache="first_block", cache_threshold=1e9, cache_min_steps=0)
+    first = pipe.acceleration.plan.item("cache.first_block")
+    assert first.status == "skipped" and "learnt in the next run" in first.reason
+    assert torch.equal(run(pipe, "auraflow")[0], plain), "recording changes nothing"
+    assert pipe.acceleration.report.hit_rate == 0
+    assert not torch.equal(run(pipe, "auraflow")[0], plain)
+    assert pipe.acceleration.plan.item("cache.first_block").status == "enabled"
+    assert pipe.acceleration.report.hit_rate > 0
+    assert "planned anew" in pipe.acceleration.plan.notes[-1]
+    restore(pipe)
+    assert torch.equal(run(pipe, "auraflow")[0], plain)
+    accelerate(pipe, None, cache="first_block")
+    assert pipe.acceleration.plan.item("cache.first_block").status == "enabled", "known as long as the model lives"
+    restore(pipe)
+
+
+def test_what_cannot_be_learnt_is_refused_with_what_was_seen() -> None:
+    """A small U-Net of Stable Diffusion 1: one run, then a reason instead of a promise."""
+    pipe = tiny.build("sdxl")
+    pipe.unet.register_to_config(addition_embed_type="none")  # what tells the card apart: now an unknown U-Net
+    assert lookup(pipe).family == "unknown"
+    plain = tiny.run(pipe, "sdxl")
+    accelerate(pipe, None, cache="first_block")
+    assert torch.equal(tiny.run(pipe, "sdxl"), plain)
+    assert torch.equal(tiny.run(pipe, "sdxl"), plain)
+    item = pipe.acceleration.plan.item("cache.first_block")
+    assert item.status == "skipped" and "could not be learnt" in item.reason and "Seen:" in item.reason
+    restore(pipe)

@@ -22,9 +22,7 @@ def machine(hardware: Hardware) -> str | None:
     return next((word for word in words if word in HARDWARE), None)
 
 
-def fit(
-    preset: Preset, asked: object, family: str, hardware: Hardware, overrides: Collection[str] = ()
-) -> Preset:
+def fit(preset: Preset, asked: object, family: str, hardware: Hardware, overrides: Collection[str] = ()) -> Preset:
     """The preset for this family and machine.
 
     `asked` is what the user named, `overrides` the keys the user sets anyway. For "auto", a preset
