@@ -315,6 +315,34 @@ def test_c15_control_inputs(kind: str) -> None:
     )
 
 
+@pytest.mark.parametrize("skipped", [[0], [1], [2], [1, 2]])
+def test_layers_that_the_pipeline_itself_skips(skipped: list[int]) -> None:
+    """SD3's skip-layer guidance calls the model once more per step, without some blocks: kept apart.
+
+    The blocks left out may be the very ones at which a cache decides (the first) or stores (the last).
+    """
+    call = {
+        "skip_guidance_layers": skipped,
+        "skip_layer_guidance_start": 0.0,
+        "skip_layer_guidance_stop": 0.7,
+        "skip_layer_guidance_scale": 2.0,
+    }
+    reference = plain("sd3", **call)
+    assert not torch.equal(reference, plain("sd3"))
+    pipe = accelerated("sd3", "cache", cache_threshold=0.0)
+    assert torch.equal(tiny.run(pipe, "sd3", **call), reference)
+    put_on(pipe, "sd3", "cache", cache_threshold=REUSE_ALL)
+    with counted(tiny.denoiser(pipe)) as calls:
+        first = tiny.run(pipe, "sd3", **call)
+    assert torch.isfinite(first).all() and calls[0] > tiny.STEPS
+    steps = [index for index, _, _ in trace(pipe)]
+    assert sorted(set(steps)) == list(range(tiny.STEPS)) and len(steps) == calls[0]
+    assert pipe.acceleration.report.hit_rate > 0
+    assert torch.equal(tiny.run(pipe, "sd3", **call), first)
+    put_on(pipe, "sd3", "cache")
+    assert torch.equal(tiny.run(pipe, "sd3"), fresh("sd3"))
+
+
 # C25 (signatures) is in invariants/test_identity.py.
 
 

@@ -41,8 +41,10 @@ OFFLOADS: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", OFFLOADS)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+BEFORE = [(family, kind) for family in CACHES for kind in OFFLOADS] + [("sdxl", "model")]
+
+
+@pytest.mark.parametrize(("family", "kind"), BEFORE)
 def test_offload_before_attach(family: str, kind: str) -> None:
     """Three runs under each kind of offload: same picture, same hits, and the blocks really are skipped."""
     pipe = tiny.build(family)
@@ -64,8 +66,9 @@ def test_offload_before_attach(family: str, kind: str) -> None:
         assert torch.equal(tiny.run(pipe, family), plain(family))
 
 
-@pytest.mark.parametrize("kind", OFFLOADS)
-@pytest.mark.parametrize("family", ["flux", "wan"])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("flux", "model"), ("flux", "sequential"), ("flux", "group"), ("wan", "model")]
+)
 def test_offload_after_attach(family: str, kind: str) -> None:
     """Offload switched on later: it drops our forwards, and the next run has them back."""
     pipe = accelerated(family, "both")
