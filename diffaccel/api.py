@@ -8,13 +8,12 @@ restore(pipe)                            # as if nothing had happened
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, TypeVar
 
+from .acceleration import Acceleration, handle_of, undress
 from .core.compat import host_edit
-from .core.handle import Acceleration
 from .ledger.hardware import Hardware
-from .pipeline import clothe, handle_of, unclothe
+from .pipeline import dress
 from .planner import presets as _presets
 from .planner.options import Budget
 from .planner.plan import Plan
@@ -55,19 +54,12 @@ def accelerate(
         IncompatibleError: the denoiser is shared with another accelerated pipeline.
         BudgetError: the budget cannot be met.
     """
-    decided, accelerators, target, wishes = resolve(pipe, preset, budget, hardware, strict, overrides)
+    decision = resolve(pipe, preset, budget, hardware, strict, overrides)
     before = handle_of(pipe)
-    handle = Acceleration(pipe, target, decided, wishes)
-    with contextlib.nullcontext() if before is None else before.idle("accelerate"):
-        if before is not None:
-            before.detach()
-        try:
-            handle.attach(accelerators)
-        except BaseException:
-            if before is not None:
-                before.reattach()
-            raise
-        clothe(pipe, handle)
+    handle = before or Acceleration(pipe, decision)
+    handle.adopt(decision)
+    if before is None:
+        dress(pipe, handle)
     return pipe
 
 
@@ -76,9 +68,8 @@ def restore(pipe: P) -> P:
     """Undo everything `accelerate` did to `pipe` and return it; a no-op where there is nothing to undo."""
     handle = handle_of(pipe)
     if handle is not None:
-        with handle.idle("restore"):
-            handle.detach()
-    unclothe(pipe)
+        handle.restore()
+    undress(pipe)
     return pipe
 
 
@@ -97,7 +88,7 @@ def plan(
     **overrides: Any,
 ) -> Plan:
     """The decision `accelerate` would make with the same arguments; touches nothing."""
-    return resolve(pipe, preset, budget, hardware, strict, overrides)[0]
+    return resolve(pipe, preset, budget, hardware, strict, overrides).plan
 
 
 def presets(name: str | None = None) -> Any:

@@ -9,24 +9,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .core.handle import Acceleration
+from .acceleration import HANDLE, PLAIN, Acceleration, handle_of
 from .core.rules import PLACES
 from .core.run import current_run
 from .errors import IncompatibleError
+from .planner.resolve import resolve
 
-if TYPE_CHECKING:
-    from .planner.plan import Plan
-
-HANDLE = "_diffaccel"  # instance attribute of an accelerated pipeline
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
-
-
-def handle_of(pipe: Any) -> Acceleration | None:
-    """The handle of a pipeline, or None where it is not accelerated."""
-    found = getattr(pipe, "__dict__", {}).get(HANDLE)
-    return found if isinstance(found, Acceleration) else None
 
 
 class Accelerated:
@@ -48,10 +39,20 @@ class Accelerated:
             run.bar = bar
         return bar
 
+    def __copy__(self) -> Any:
+        clone = object.__new__(type(self))
+        vars(clone).update(vars(self))
+        return clone
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise IncompatibleError(
             "copy.deepcopy of an accelerated pipeline: the copy's hooks would run the original's weights. Call "
             "diffaccel.restore(pipe) first, copy, then accelerate both."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise IncompatibleError(
+            "pickle of an accelerated pipeline: call diffaccel.restore(pipe) first, then pickle it"
         )
 
     # Verbs whose place has no method registry.
@@ -87,37 +88,27 @@ class Accelerated:
 
 
 def _enable(pipe: Any, key: str, value: str | bool, parameters: dict[str, Any]) -> Any:
-    from .planner.resolve import resolve
-
-    handle = pipe.acceleration
-    place = PLACES[key]
+    handle, place = pipe.acceleration, PLACES[key]
     prefix = place.prefixes[0] if place.prefixes else ""
-    wishes = {k: v for k, v in handle.wishes.items() if k != key and not (prefix and k.startswith(prefix))}
     one = {key: value, **{prefix + k: v for k, v in parameters.items() if v is not None}}
     resolve(pipe, None, None, handle.stack.target.hardware, True, one)  # raises where it cannot act
     before = handle.wishes.get(key)
     swapped = before not in (None, False, value)
     note = f"{place.item(value)} took the place of {place.item(before)}" if swapped else None
-    return _swap(pipe, {**wishes, **one}, note)
+    handle.adopt(handle.decide_again({**_without(handle.wishes, key), **one}), note)
+    return pipe
 
 
 def _disable(pipe: Any, key: str) -> Any:
     handle = pipe.acceleration
-    prefixes = PLACES[key].prefixes
-    rest = {k: v for k, v in handle.wishes.items() if k != key and not (prefixes and k.startswith(prefixes))}
-    return _swap(pipe, rest, None)
-
-
-def _swap(pipe: Any, wishes: dict[str, Any], note: str | None) -> Any:
-    from dataclasses import replace
-
-    from .api import accelerate
-
-    before = pipe.acceleration
-    accelerate(pipe, None, budget=before.plan.budget, hardware=before.stack.target.hardware, **wishes)
-    plan: Plan = pipe.acceleration.plan
-    pipe.acceleration.set_plan(replace(plan, preset=before.plan.preset, notes=(note,) if note else ()))
+    handle.adopt(handle.decide_again(_without(handle.wishes, key)))
     return pipe
+
+
+def _without(wishes: dict[str, Any], key: str) -> dict[str, Any]:
+    """The wishes less one place and its parameters."""
+    prefixes = PLACES[key].prefixes
+    return {k: v for k, v in wishes.items() if k != key and not (prefixes and k.startswith(prefixes))}
 
 
 def _verb(value: str) -> Callable[..., Any]:
@@ -170,21 +161,14 @@ def accelerated_class(cls: type) -> type:
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
+            PLAIN: cls,
             **_verbs(),
         }
         found = _CLASSES[cls] = type(cls.__name__, (Accelerated, cls), body)
     return found
 
 
-def clothe(pipe: Any, handle: Acceleration) -> None:
-    """Make `pipe` an accelerated instance of its class."""
+def dress(pipe: Any, handle: Acceleration) -> None:
+    """Make `pipe` an accelerated instance of its class (`acceleration.undress` is the inverse)."""
     object.__setattr__(pipe, "__class__", accelerated_class(type(pipe)))
     vars(pipe)[HANDLE] = handle
-
-
-def unclothe(pipe: Any) -> None:
-    """Give `pipe` its own class back."""
-    if isinstance(pipe, Accelerated):
-        plain = next(c for c in type(pipe).__mro__ if not issubclass(c, Accelerated))
-        object.__setattr__(pipe, "__class__", plain)
-        vars(pipe).pop(HANDLE, None)

@@ -76,4 +76,22 @@ class RunReport:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        cells = [
+            (
+                s.index,
+                s.branch,
+                "computed" if s.computed else "reused",
+                _short(s.gate),
+                _short(s.sigma),
+                _short(s.seconds),
+            )
+            for s in self.steps
+        ]
+        head = "".join(f"<th>{name}</th>" for name in ("step", "branch", "", "gate", "sigma", "seconds"))
+        rows = "".join("<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in row) + "</tr>" for row in cells)
+        table = f"<details><summary>every call</summary><table><tr>{head}</tr>{rows}</table></details>"
+        return f"<pre>{html.escape(str(self))}</pre>{table}"
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -21,6 +21,7 @@ class Stack:
         self.edits: list[Edit] = []
         self.site = Site()
         self.modules: dict[str, torch.nn.Module] = {}
+        self.attached = False
 
     @host_edit
     def attach(self, accelerators: Sequence[Accelerator]) -> None:
@@ -37,6 +38,7 @@ class Stack:
                 self.edits.append(accelerator.attach(self.target, self.site))
             for module in self.modules.values():
                 invalidate(module)
+            self.attached = True
         except BaseException:
             self.undo()
             raise
@@ -52,7 +54,7 @@ class Stack:
                 undos.callback(edit.undo)
         for module in self.modules.values():
             invalidate(module)
-        self.edits, self.site, self.modules = [], Site(), {}
+        self.edits, self.site, self.modules, self.attached = [], Site(), {}, False
 
     def current(self) -> bool:
         """Are the pipeline's denoisers still the ones the edits are on?"""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,15 @@ from .presets import Preset, load
 from .presets.fitting import fit
 
 LATER = "not in this version"
+
+
+class Decision(NamedTuple):
+    """A plan, and what puts it into effect: accelerators in order, on a target; `wishes` are what was asked for."""
+
+    plan: Plan
+    accelerators: tuple[Accelerator, ...]
+    target: Target
+    wishes: dict[str, Any]
 
 
 def require_pipeline(pipe: Any) -> None:
@@ -100,7 +109,7 @@ def resolve(
     hardware: str | Hardware | None,
     strict: bool,
     overrides: Mapping[str, Any],
-) -> tuple[Plan, list[Accelerator], Target, dict[str, Any]]:
+) -> Decision:
     """Decide what is on. With `strict`, anything that cannot act raises instead of being skipped."""
     base, wishes = gather(preset, overrides)
     if budget is not None and not isinstance(budget, Budget):
@@ -143,7 +152,7 @@ def resolve(
         budget=budget,
         notes=base.notes,
     )
-    return plan, accelerators, target, wishes
+    return Decision(plan, tuple(accelerators), target, wishes)
 
 
 def _decide(

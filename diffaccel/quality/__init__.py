@@ -15,16 +15,18 @@ if TYPE_CHECKING:
     from .metrics import mse as mse
     from .metrics import psnr as psnr
     from .metrics import ssim as ssim
+    from .perceptual import lpips as lpips
 
 _HOMES = {
     "compare": "comparison",
     "jsonable": "comparison",
+    "lpips": "perceptual",
     "max_error": "metrics",
     "mse": "metrics",
     "psnr": "metrics",
     "ssim": "metrics",
 }
-__all__ = ["compare", "jsonable", "max_error", "mse", "psnr", "ssim"]
+__all__ = ["compare", "jsonable", "lpips", "max_error", "mse", "psnr", "ssim"]
 
 
 def __getattr__(name: str) -> Any:

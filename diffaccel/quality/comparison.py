@@ -8,8 +8,10 @@ from typing import Any
 
 from ..errors import unknown
 from . import metrics as _metrics
+from . import perceptual as _perceptual
 
 METRICS: dict[str, Callable[[Any, Any], float]] = {
+    "lpips": _perceptual.lpips,
     "max_error": _metrics.max_error,
     "mse": _metrics.mse,
     "psnr": _metrics.psnr,
@@ -20,16 +22,20 @@ METRICS: dict[str, Callable[[Any, Any], float]] = {
 def compare(reference: Any, candidate: Any, metrics: Iterable[str] = ("psnr", "ssim")) -> dict[str, float]:
     """Measure `candidate` against `reference`: {metric: mean over the pictures}, in the order asked for.
 
-    reference, candidate: pictures or videos in any form that `quality.metrics` accepts, of one shape.
-    metrics: any of psnr (dB), ssim, mse, max_error; one name alone will do.
+    reference, candidate: pictures or videos in any form that `quality.metrics` accepts (tensors, arrays, PIL
+    images, paths of files), of one shape.
+    metrics: any of psnr (dB), ssim, mse, max_error, lpips (needs packages and weights of its own); one name alone
+    will do.
     The psnr of identical pictures is inf, which JSON cannot say: see `jsonable`.
     Raises `InvalidOptionError` for an unknown metric (with the nearest name), what is not a picture, or two
-    sides of different shapes.
+    sides of different shapes, and `MissingDependencyError` where lpips or a video lacks what it needs.
     """
     names = [metrics] if isinstance(metrics, str) else list(metrics)
     for name in names:
         if name not in METRICS:
             raise unknown("metric", str(name), METRICS)
+    if "lpips" in names:
+        _perceptual.require()  # before anything is read or computed
     ours, theirs = _metrics.pair(reference, candidate)  # converted once for all metrics
     return {name: METRICS[name](ours, theirs) for name in names}
 

@@ -1,18 +1,21 @@
 """Distances between two sets of pictures; pure functions of the pixels.
 
 Pictures may be given as
-  torch tensors   [C, H, W], [B, C, H, W] or, for video, [B, F, C, H, W];
-  numpy arrays    the same, or channels last as diffusers gives them: [H, W, C] to [B, F, H, W, C];
+  torch tensors   [C, H, W], [B, C, H, W] or, for video, [F, C, H, W], [B, F, C, H, W];
+  numpy arrays    the same; both also with channels last: [H, W, C] to [B, F, H, W, C];
   PIL images      one, a list, or for video a list of lists of frames;
-  lists           of equally shaped tensors or arrays.
-Values are in 0..1, and 8-bit ones (PIL, uint8) are divided by 255. The peak is therefore always 1. Both sides
-may be of different forms, but must show as many pictures of the same size, else `InvalidOptionError`.
+  files           the path of a picture, of a folder of frames, or of a video (see `files`);
+  lists           of any of these that have one shape.
+Values are in 0..1, and 8-bit ones (PIL, uint8, files) are divided by 255. The peak is therefore always 1. Both
+sides may be of different forms, but must show as many pictures of the same size, else `InvalidOptionError`. One
+video may be given with or without the batch axis.
 
 Each result is a plain float: the mean over all pictures, where every frame of a video counts as a picture.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +23,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidOptionError
+from . import files
 
 _SSIM_MIN_SIDE = 11  # the Gaussian window of SSIM
 
@@ -40,6 +44,10 @@ def as_batch(images: Any) -> torch.Tensor:
 def pair(reference: Any, candidate: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Both sides as float [N, C, H, W] on the reference's device, videos taken apart into frames."""
     ours, theirs = as_batch(reference), as_batch(candidate)
+    if ours.ndim < theirs.ndim and len(theirs) == 1:
+        ours = ours[None]  # one video, without and with the batch axis
+    elif theirs.ndim < ours.ndim and len(ours) == 1:
+        theirs = theirs[None]
     if ours.shape != theirs.shape:
         raise InvalidOptionError(
             f"the reference has shape {list(ours.shape)} but the candidate has {list(theirs.shape)}: "
@@ -94,12 +102,14 @@ def _squared_error(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 
 def _stack(images: Any) -> torch.Tensor:
     if isinstance(images, torch.Tensor):
-        return _unit(images.detach())
+        return _channels_first(_unit(images.detach()))
     if isinstance(images, np.ndarray):
-        return _channels_first(_unit(_from_numpy(images)), images.shape)
+        return _channels_first(_unit(_from_numpy(images)))
     if hasattr(images, "convert"):  # PIL
-        return _channels_first(_unit(_from_numpy(np.array(images.convert("RGB")))), (0, 0, 3))
-    if isinstance(images, Sequence) and not isinstance(images, (str, bytes)) and len(images):
+        return _unit(torch.from_numpy(files.pixels(images))).movedim(-1, -3)
+    if isinstance(images, (str, os.PathLike)):
+        return _unit(torch.from_numpy(files.read(images))).movedim(-1, -3)
+    if isinstance(images, Sequence) and not isinstance(images, bytes) and len(images):
         parts = [_stack(image) for image in images]
         shapes = sorted({tuple(part.shape) for part in parts})
         if len(shapes) > 1:
@@ -107,7 +117,9 @@ def _stack(images: Any) -> torch.Tensor:
             raise InvalidOptionError(f"the pictures of one list must have one shape, got {found}")
         return torch.stack(parts)
     what = "an empty list" if isinstance(images, Sequence) and not len(images) else type(images).__name__
-    raise InvalidOptionError(f"cannot compare {what}: give torch tensors, numpy arrays, PIL images or lists of these")
+    raise InvalidOptionError(
+        f"cannot compare {what}: give torch tensors, numpy arrays, PIL images, paths or lists of these"
+    )
 
 
 def _from_numpy(array: np.ndarray) -> torch.Tensor:
@@ -127,9 +139,9 @@ def _unit(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float()
 
 
-def _channels_first(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _channels_first(tensor: torch.Tensor) -> torch.Tensor:
     """[..., H, W, C] to [..., C, H, W] where the last axis, and not the third last, looks like channels."""
     channels = (1, 3, 4)
-    if tensor.ndim >= 3 and shape[-1] in channels and shape[-3] not in channels:
+    if tensor.ndim >= 3 and tensor.shape[-1] in channels and tensor.shape[-3] not in channels:
         return tensor.movedim(-1, -3)
     return tensor

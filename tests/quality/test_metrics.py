@@ -123,6 +123,20 @@ def test_video_frames_count_as_pictures():
     assert mse(frames, torch.zeros(2, 4, 3, 16, 16)) == pytest.approx(1 / 3)
 
 
+def test_videos_with_channels_last_and_one_video_without_batch_axis():
+    ours, theirs = pictures(1, 5, 3, 16, 20), pictures(1, 5, 3, 16, 20, seed=1)
+    last = ours.movedim(2, -1)  # [1, F, H, W, 3]
+    for metric in (mse, max_error, psnr, ssim):
+        expected = metric(ours, theirs)
+        for form in (last, last[0], ours[0], last[0].numpy(), list(last[0])):
+            assert metric(form, theirs) == metric(theirs[0], form) == pytest.approx(expected, rel=1e-6)
+        assert metric(last[0].flip(0), theirs) != pytest.approx(expected, rel=1e-6)  # the order of frames counts
+    two = pictures(2, 5, 3, 16, 20)
+    for one_axis_less in (two[0], two.flatten(0, 1)):  # which video is meant would be a guess
+        with pytest.raises(InvalidOptionError, match=r"\[2, 5, 3, 16, 20\]"):
+            mse(two, one_axis_less)
+
+
 def test_half_precision_and_gradients_are_accepted():
     ours = pictures(1, 3, 16, 16).requires_grad_()
     assert psnr(ours, ours.to(torch.bfloat16)) > 40
@@ -151,7 +165,9 @@ def test_shapes_that_differ_are_both_named(ours, theirs, said):
 
 
 NOT_PICTURES = {
-    "path": "a path.png",
+    "path of nothing": "a path.png",
+    "bytes": b"a path.png",
+    "deep picture": Image.new("I;16", (16, 16)),
     "none": None,
     "number": 3.0,
     "empty list": [],

@@ -7,22 +7,40 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import DiffaccelError, IncompatibleError
-from ..models.registry import lookup
-from . import snapshot as snapshots
-from .accelerator import Accelerator, Target
-from .clock import unwatch
-from .report import RunReport
-from .run import Run, running, suspended
-from .snapshot import Snapshot
-from .stack import Stack
+from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
-if TYPE_CHECKING:
-    from ..planner.plan import Plan, PlanItem
+from .core import snapshot as snapshots
+from .core.clock import unwatch
+from .core.report import RunReport
+from .core.run import Run, running, suspended
+from .core.snapshot import Snapshot
+from .core.stack import Stack
+from .errors import DiffaccelError, IncompatibleError
+from .models.registry import lookup
+from .planner.plan import Plan, PlanItem
+from .planner.resolve import Decision, resolve
+
+CALLBACK_OBJECTS = (MultiPipelineCallbacks, PipelineCallback)
+HANDLE = "_diffaccel"  # instance attribute of an accelerated pipeline
+PLAIN = "_diffaccel_plain"  # class attribute of the shared subclass: the pipeline's own class
+
+
+def handle_of(pipe: Any) -> Acceleration | None:
+    """The handle of a pipeline, or None where it is not accelerated."""
+    found = getattr(pipe, "__dict__", {}).get(HANDLE)
+    return found if isinstance(found, Acceleration) else None
+
+
+def undress(pipe: Any) -> None:
+    """Give `pipe` its own class back."""
+    plain = getattr(type(pipe), PLAIN, None)
+    if plain is not None:
+        object.__setattr__(pipe, "__class__", plain)
+        vars(pipe).pop(HANDLE, None)
 
 
 class Acceleration:
@@ -32,15 +50,13 @@ class Acceleration:
     pipeline (in a step callback) runs on a light clone with a scheduler of its own and shared weights.
     """
 
-    def __init__(self, pipe: Any, target: Target, plan: Plan, wishes: dict[str, Any]) -> None:
+    def __init__(self, pipe: Any, decision: Decision) -> None:
         self._pipe = weakref.ref(pipe)
-        self._plan = plan
-        self._accelerators: Sequence[Accelerator] = ()
-        self.wishes = wishes
+        self._decision = decision
         self.report: RunReport | None = None
         self.lock = threading.RLock()
         self._runs: list[Run] = []  # runs in progress, outermost first; all of the thread that holds the lock
-        self.stack = Stack(target, self)
+        self.stack = Stack(decision.target, self)
 
     # ---- what a user sees ------------------------------------------------------------------------------
 
@@ -55,16 +71,23 @@ class Acceleration:
     @property
     def plan(self) -> Plan:
         """The plan in force; items carry what the last run measured."""
-        report = self.report
+        plan, report = self._decision.plan, self.report
         if report is None:
-            return self._plan
-        return replace(self._plan, items=tuple(_measured(item, report) for item in self._plan.items))
+            return plan
+        return replace(plan, items=tuple(_measured(item, report) for item in plan.items))
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        """What was asked for: the override values behind the plan."""
+        return dict(self._decision.wishes)
 
     def restore(self) -> Any:
         """Undo everything; returns the pipeline. See `diffaccel.restore`."""
-        from ..api import restore
-
-        return restore(self.pipe)
+        with self.idle("restore"):
+            pipe = self.pipe
+            self.stack.undo()
+            undress(pipe)
+        return pipe
 
     def snapshot(self) -> Snapshot:
         """Pause point of the run in progress (call it inside `callback_on_step_end`)."""
@@ -112,8 +135,7 @@ class Acceleration:
     def describe(self) -> str:
         """Class of the pipeline and what is on, for messages."""
         pipe = self._pipe()
-        on = [item.name for item in self._plan.items if item.status == "enabled"]
-        return f"{type(pipe).__name__}: {', '.join(on) or 'nothing enabled'}"
+        return f"{type(pipe).__name__}: {', '.join(self._decision.plan.enabled) or 'nothing enabled'}"
 
     def __str__(self) -> str:
         return str(self.plan)
@@ -126,44 +148,43 @@ class Acceleration:
 
     # ---- attaching -------------------------------------------------------------------------------------
 
-    def attach(self, accelerators: Sequence[Accelerator]) -> None:
-        """Put the plan's accelerators on the pipeline, all or nothing."""
-        self.stack.attach(accelerators)
-        self._accelerators = tuple(accelerators)
+    def adopt(self, decision: Decision, note: str | None = None) -> None:
+        """Put a decision into effect in place of the one in force; on an error the old one stays.
 
-    def detach(self) -> None:
-        """Take everything off the pipeline."""
-        self.stack.undo()
+        `note` is added to the plan. Waits for runs in other threads; refused inside a run of this one.
+        """
+        with self.idle("accelerate"):
+            old = self._decision if self.stack.attached else None
+            self.stack.undo()
+            try:
+                self._put(decision)
+            except BaseException:
+                if old is not None:
+                    self._put(old)
+                raise
+            if note is not None:
+                decision = decision._replace(plan=replace(decision.plan, notes=(*decision.plan.notes, note)))
+            self._decision, self.report = decision, None
 
-    def reattach(self) -> None:
-        """Put back what `detach` took off."""
-        self.stack = Stack(self.stack.target, self)
-        self.stack.attach(self._accelerators)
+    def _put(self, decision: Decision) -> None:
+        self.stack = Stack(decision.target, self)
+        self.stack.attach(decision.accelerators)
 
-    def _plan_anew(self) -> None:
-        """The model is known better than when the plan was made (or is another one): decide again."""
-        from ..planner.resolve import resolve
-
-        pipe, old = self.pipe, self._plan
-        plan, accelerators, target, _ = resolve(pipe, None, old.budget, self.stack.target.hardware, False, self.wishes)
-        self.detach()
-        self.stack = Stack(target, self)
-        self.attach(accelerators)
-        self._plan = replace(
-            plan, preset=old.preset, notes=(*old.notes, "planned anew: the model is known better now")
-        )
-
-    def set_plan(self, plan: Plan) -> None:
-        """Replace the plan that is shown (its items stay those in force)."""
-        self._plan = plan
+    def decide_again(self, wishes: dict[str, Any]) -> Decision:
+        """A decision for other wishes, on the same machine and within the same budget."""
+        old = self._decision
+        new = resolve(self.pipe, None, old.plan.budget, old.target.hardware, False, wishes)
+        return new._replace(plan=replace(new.plan, preset=old.plan.preset))
 
     def sync(self) -> None:
-        """Before a run: follow replaced components, put back hooks that others dropped."""
+        """Before a run: follow replaced components, put back hooks that others dropped.
+
+        Where the model is known better than when the plan was made (or is another one), decide again.
+        """
         if not self.stack.current():
-            self.detach()
-            self.reattach()
-        if lookup(self.pipe) != self.stack.target.spec:
-            self._plan_anew()
+            self.adopt(self.decide_again(self.wishes), "planned anew: a denoiser was replaced")
+        elif lookup(self.pipe) != self.stack.target.spec:
+            self.adopt(self.decide_again(self.wishes), "planned anew: the model is known better now")
         self.stack.relink()
 
     # ---- running ---------------------------------------------------------------------------------------
@@ -246,10 +267,21 @@ def _own_callbacks(run: Run, kwargs: dict[str, Any]) -> dict[str, Any]:
         callback = kwargs.get(name)
         if callback is None:
             continue
-        if hasattr(callback, "tensor_inputs"):  # diffusers' PipelineCallback objects bring their own inputs
-            wrapped["callback_on_step_end_tensor_inputs"] = callback.tensor_inputs
-        wrapped[name] = _outside(run, callback)
+        outside = _outside(run, callback)
+        # Some pipelines ask a callback object of diffusers for the tensors it wants; they must still see one.
+        wrapped[name] = _CallbackObject(callback, outside) if isinstance(callback, CALLBACK_OBJECTS) else outside
     return wrapped
+
+
+class _CallbackObject(MultiPipelineCallbacks):  # type: ignore[misc]
+    """A callback object of diffusers (its `tensor_inputs` are those of the object inside) that calls `outside`."""
+
+    def __init__(self, inside: Any, outside: Callable[..., Any]) -> None:
+        super().__init__([inside])
+        self.outside = outside
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.outside(*args, **kwargs)
 
 
 def _outside(run: Run, callback: Callable[..., Any]) -> Callable[..., Any]:
