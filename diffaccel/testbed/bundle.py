@@ -1,0 +1,81 @@
+"""The bundled weights: load them as an ordinary pipeline, or write a trained pipeline into the package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from diffusers import FluxPipeline
+
+KINDS: tuple[str, ...] = ("image",)
+WEIGHTS = Path(__file__).parent / "weights"
+
+
+def _check(kind: str) -> None:
+    if kind not in KINDS:
+        from ..errors import InvalidOptionError
+
+        raise InvalidOptionError(f"the testbed has no kind {kind!r}; choose one of: {', '.join(KINDS)}")
+
+
+def call_kwargs(kind: str = "image") -> dict[str, Any]:
+    """Arguments of a usual call: size in pixels, text length in tokens, guidance; not the step count."""
+    from .tokenizers import TEXT_LENGTH
+
+    _check(kind)
+    return {"height": 96, "width": 96, "max_sequence_length": TEXT_LENGTH, "guidance_scale": 3.5}
+
+
+def load(
+    kind: str = "image", *, torch_dtype: torch.dtype | None = None, random: bool = False, seed: int = 0
+) -> FluxPipeline:
+    """A FluxPipeline with the bundled trained weights; nothing is downloaded.
+
+    `random=True` draws the same architecture from `seed` instead of reading weights. `torch_dtype` is float32
+    unless told; the weights lie on disk as float16.
+    """
+    import torch
+
+    _check(kind)
+    dtype = torch_dtype or torch.float32
+    if random:
+        from .build import pipeline
+
+        pipe = pipeline(seed=seed).to(dtype)
+    else:
+        from diffusers import FluxPipeline
+
+        folder = WEIGHTS / kind
+        if not (folder / "model_index.json").exists():
+            raise FileNotFoundError(
+                f"the trained weights are missing from {folder}: reinstall the package, or train them with "
+                f"'python -m diffaccel.testbed.train {kind}', or use load({kind!r}, random=True)"
+            )
+        pipe = FluxPipeline.from_pretrained(str(folder), dtype=dtype, local_files_only=True, use_safetensors=True)
+    for module in (pipe.vae, pipe.transformer, pipe.text_encoder, pipe.text_encoder_2):
+        module.requires_grad_(False).eval()
+    return pipe
+
+
+def export(pipe: FluxPipeline, folder: Path) -> None:
+    """Write `pipe` to `folder` as float16 safetensors in diffusers format, replacing it whole."""
+    from safetensors.torch import load_file, save_file
+
+    fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    fresh.parent.mkdir(parents=True, exist_ok=True)
+    pipe.save_pretrained(str(fresh))
+    for path in fresh.rglob("*.safetensors"):
+        halves = {name: value.half() for name, value in load_file(path).items()}
+        save_file(halves, path, metadata={"format": "pt"})
+    for path in fresh.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(fresh, folder)
+    shutil.rmtree(old, ignore_errors=True)
