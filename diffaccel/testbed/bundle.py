@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -73,6 +74,10 @@ def export(pipe: FluxPipeline, folder: Path) -> None:
     for path in fresh.rglob("*.safetensors"):
         halves = {name: value.half() for name, value in load_file(path).items()}
         save_file(halves, path, metadata={"format": "pt"})
+    for path in fresh.rglob("*.json"):
+        config = json.loads(path.read_text())
+        if config.pop("_name_or_path", None) is not None:  # the folder it was loaded from, of no use elsewhere
+            path.write_text(json.dumps(config, indent=2) + "\n")
     for path in fresh.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
     if folder.exists():
