@@ -14,6 +14,7 @@ from .errors import (
     DiffaccelError,
     IncompatibleError,
     InvalidOptionError,
+    InvalidPipelineError,
     MissingDependencyError,
     UnsupportedModelError,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "DiffaccelError",
     "IncompatibleError",
     "InvalidOptionError",
+    "InvalidPipelineError",
     "MissingDependencyError",
     "Plan",
     "UnsupportedModelError",

@@ -54,6 +54,7 @@ class Acceleration:
         self._pipe = weakref.ref(pipe)
         self._decision = decision
         self.report: RunReport | None = None
+        self.retired = False  # after restore: a kept handle, or a shallow copy of the pipeline, changes nothing more
         self.lock = threading.RLock()
         self._runs: list[Run] = []  # runs in progress, outermost first; all of the thread that holds the lock
         self.stack = Stack(decision.target, self)
@@ -86,6 +87,7 @@ class Acceleration:
         with self.idle("restore"):
             pipe = self.pipe
             self.stack.undo()
+            self.retired = True
             undress(pipe)
         return pipe
 
@@ -110,6 +112,7 @@ class Acceleration:
         """
         if not isinstance(state, Snapshot) or state.run.owner is not self:
             raise DiffaccelError("resume(): the argument is not a snapshot of this accelerated pipeline")
+        self._require_life("resume")
         if self.run_in_progress() is state.run:
             snapshots.put_back(state.run, state)
             return None
@@ -123,10 +126,19 @@ class Acceleration:
 
         Steps are counted from `pipe.scheduler.step`; without a scheduler call `run.tick(None)` after each step.
         """
+        self._require_life("run")
         with self.lock, self._frame(self.pipe, None) as run:
             if num_inference_steps is not None:
                 run.total = num_inference_steps
             yield run
+
+    def _require_life(self, verb: str) -> None:
+        if self.retired:
+            raise DiffaccelError(f"{verb}(): the pipeline of this handle was restored; accelerate it again first")
+
+    def owns(self, pipe: Any) -> bool:
+        """Is `pipe` the pipeline of this handle (and not a shallow copy of it), and still accelerated?"""
+        return self._pipe() is pipe and not self.retired
 
     def alive(self) -> bool:
         """Does the pipeline still exist?"""
@@ -205,6 +217,8 @@ class Acceleration:
     def call(self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the pipeline's own `__call__` (`call`) inside a run."""
         with self.lock:
+            if self.retired:
+                return call(pipe, *args, **kwargs)
             if self._runs:
                 pipe = self._clone(pipe)
             return self._call((call, pipe), args, kwargs, None)
@@ -223,6 +237,9 @@ class Acceleration:
             self.sync()
         run = Run(pipe, self.stack.target.spec.branch_name, self)
         run.request = request
+        for component, module in self.stack.modules.items():
+            if getattr(module, "_cache_config", None) is not None:
+                run.note(f"diffusers' own cache is on {component}: what it reuses is shown as computed here")
         if request is not None:
             run.rng_start = snapshots.rng_states(snapshots.generators_of(request[2]))
         completed = False

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 from .acceleration import Acceleration, handle_of, undress
 from .core.compat import host_edit
+from .errors import InvalidOptionError
 from .ledger.hardware import Hardware
 from .pipeline import dress
 from .planner import presets as _presets
 from .planner.options import Budget
 from .planner.plan import Plan
-from .planner.resolve import resolve
+from .planner.resolve import require_pipeline, resolve
 
 P = TypeVar("P")
 
@@ -56,18 +57,21 @@ def accelerate(
     """
     decision = resolve(pipe, preset, budget, hardware, strict, overrides)
     before = handle_of(pipe)
-    handle = before or Acceleration(pipe, decision)
+    if before is not None and before.owns(pipe):
+        before.adopt(decision)
+        return pipe
+    handle = Acceleration(pipe, decision)
     handle.adopt(decision)
-    if before is None:
-        dress(pipe, handle)
+    dress(pipe, handle)
     return pipe
 
 
 @host_edit
 def restore(pipe: P) -> P:
     """Undo everything `accelerate` did to `pipe` and return it; a no-op where there is nothing to undo."""
+    require_pipeline(pipe, weights=False)
     handle = handle_of(pipe)
-    if handle is not None:
+    if handle is not None and handle.owns(pipe):
         handle.restore()
     undress(pipe)
     return pipe
@@ -93,4 +97,6 @@ def plan(
 
 def presets(name: str | None = None) -> Any:
     """The names of the bundled presets, or the text of one."""
+    if name is not None and not isinstance(name, str):
+        raise InvalidOptionError(f"name must be the name of a preset or None, got {name!r}")
     return _presets.names() if name is None else _presets.text(name)

@@ -104,7 +104,8 @@ class AttentionBackend:
                 MissingDependencyError if missing else InvalidOptionError,
             )
         if self.backend == "auto" and all(self._is(p, backend) for _, p in self._sites(target)):
-            return Verdict.no(f"{backend.name} is the best that fits {target.hardware.name}, and is in use already")
+            there = f"{backend.name} is the best that fits {target.hardware.name}, and is in use already"
+            return Verdict.already(there)
         return Verdict.yes(f"{backend.name} for {len(self._sites(target))} attention layers")
 
     @staticmethod

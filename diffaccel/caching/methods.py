@@ -81,6 +81,8 @@ class FirstBlockCache:
         """Share of the denoiser's parameters that a reused step does not touch (counted on the model)."""
         module = unwrap_module(getattr(target.pipe, target.spec.denoisers[0]))
         blocks = [block for row in target.spec.stack for block in getattr(module, row.attribute)]
+        if self.threshold == 0:
+            return {"blocks_skipped": f"0 of {len(blocks)}", "origin": "computed"}
         skipped = sum(p.numel() for block in blocks[1:] for p in block.parameters())
         total = sum(p.numel() for p in module.parameters())
         return {

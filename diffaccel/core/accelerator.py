@@ -47,6 +47,7 @@ class Verdict:
     reason: str
     error: type[DiffaccelError] = UnsupportedModelError
     status: str = "skipped"  # status of the plan item when not ok: "skipped" or "refused"
+    satisfied: bool = False  # nothing to do because it is so already: no reason to raise, even when strict
 
     @classmethod
     def yes(cls, reason: str = "") -> Verdict:
@@ -57,6 +58,11 @@ class Verdict:
     def no(cls, reason: str, error: type[DiffaccelError] = UnsupportedModelError) -> Verdict:
         """An item that has nothing to act on here (plan status `skipped`)."""
         return cls(False, reason, error)
+
+    @classmethod
+    def already(cls, reason: str) -> Verdict:
+        """An item that asks for what is there already (plan status `skipped`; fine with `strict`)."""
+        return cls(False, reason, satisfied=True)
 
     @classmethod
     def refuse(cls, reason: str, error: type[DiffaccelError]) -> Verdict:

@@ -93,6 +93,8 @@ class Plan:
     @classmethod
     def from_toml(cls, text: str) -> Plan:
         """Read a plan written by `to_toml`."""
+        if not isinstance(text, str):
+            raise InvalidOptionError(f"a plan in TOML must be text, got {type(text).__name__}")
         return cls.from_dict(toml.loads(text, "plan"))
 
     # ---- tables ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from ..core.accelerator import Accelerator, Fidelity, Target, Verdict
 from ..core.compat import unwrap_module
 from ..core.rules import PLACES, Place, in_order
 from ..core.stack import weights_on_meta
-from ..errors import BudgetError, InvalidOptionError, InvalidPipelineError, UnsupportedModelError, nearest
+from ..errors import BudgetError, InvalidOptionError, InvalidPipelineError, UnsupportedModelError, nearest, unknown
 from ..ledger import hardware as machines
 from ..ledger.hardware import GIB, Hardware
 from ..models.learn import LearnBlocks
@@ -34,8 +35,8 @@ class Decision(NamedTuple):
     wishes: dict[str, Any]
 
 
-def require_pipeline(pipe: Any) -> None:
-    """Raise unless `pipe` is a diffusers pipeline with its weights in place."""
+def require_pipeline(pipe: Any, weights: bool = True) -> None:
+    """Raise unless `pipe` is a diffusers pipeline (with its weights in place)."""
     from diffusers import DiffusionPipeline
 
     if not isinstance(pipe, DiffusionPipeline):
@@ -43,7 +44,7 @@ def require_pipeline(pipe: Any) -> None:
             f"pipe must be a diffusers pipeline (a DiffusionPipeline), got {type(pipe).__module__}."
             f"{type(pipe).__qualname__}"
         )
-    for name, component in pipe.components.items():
+    for name, component in pipe.components.items() if weights else ():
         if isinstance(component, torch.nn.Module):
             missing, total = weights_on_meta(component)
             if missing:
@@ -74,8 +75,8 @@ def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, Any]) -> 
         base = Preset("none")
     elif isinstance(preset, Plan):
         base = Preset(preset.preset, _wishes_of(preset), families=(preset.family,))
-    elif isinstance(preset, str):
-        base = load(preset)
+    elif isinstance(preset, (str, os.PathLike)):
+        base = load(os.fspath(preset))
     else:
         raise InvalidOptionError(f"preset must be a name, a path to a TOML file, a Plan or None, got {preset!r}")
     validate(base.wishes)
@@ -91,7 +92,10 @@ def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, Any]) -> 
 def _wishes_of(plan: Plan) -> dict[str, Any]:
     """The override values that stand for a plan's enabled items."""
     wishes: dict[str, Any] = {}
+    names = [place.item(value) for place in PLACES.values() for value in place.values]
     for item in plan.items:
+        if item.status == "enabled" and item.name not in names:
+            raise unknown("plan item", item.name, names)
         for place in PLACES.values():
             for value in place.values:
                 ready = value is not False and value in place.ready
@@ -111,6 +115,8 @@ def resolve(
     overrides: Mapping[str, Any],
 ) -> Decision:
     """Decide what is on. With `strict`, anything that cannot act raises instead of being skipped."""
+    if not isinstance(strict, bool):
+        raise InvalidOptionError(f"strict must be True or False, got {strict!r}")
     base, wishes = gather(preset, overrides)
     if budget is not None and not isinstance(budget, Budget):
         raise InvalidOptionError(f"budget must be a Budget or None, got {budget!r}")
@@ -130,7 +136,7 @@ def resolve(
     accelerators: list[Accelerator] = []
     for key in in_order([k for k in wishes if k in PLACES and wishes[k] not in (None, False)]):
         item, accelerator, verdict = _decide(PLACES[key], wishes, target, worst, budget)
-        if strict and not verdict.ok:
+        if strict and not verdict.ok and not verdict.satisfied:
             raise verdict.error(f"{item.name}: {verdict.reason}")
         items.append(item)
         if accelerator is not None and verdict.ok:

@@ -1,0 +1,103 @@
+"""What a newcomer ran into: kept handles, shallow copies, strict, misspelt plans, caches put on later."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig
+
+from diffaccel import (
+    DiffaccelError,
+    InvalidOptionError,
+    InvalidPipelineError,
+    Plan,
+    accelerate,
+    plan,
+    presets,
+    restore,
+)
+from tests import tiny
+
+CACHE: dict[str, Any] = {"cache": "first_block", "cache_threshold": 1e9, "cache_min_steps": 0}
+
+
+def test_a_kept_handle_is_dead_after_restore() -> None:
+    pipe, taken = tiny.build("flux"), []
+    plain = tiny.run(pipe, "flux")
+    accelerate(pipe, None, **CACHE)
+
+    def pause(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 1:
+            taken.append(handle.snapshot())
+        return tensors
+
+    handle = pipe.acceleration
+    tiny.run(pipe, "flux", callback_on_step_end=pause)
+    restore(pipe)
+    for use in (lambda: handle.resume(taken[0]), lambda: handle.run().__enter__()):
+        with pytest.raises(DiffaccelError, match="was restored"):
+            use()
+    assert torch.equal(tiny.run(pipe, "flux"), plain)
+    accelerate(pipe, None, **CACHE)
+    assert pipe.acceleration is not handle
+    restore(pipe)
+
+
+def test_a_shallow_copy_neither_revives_nor_undoes() -> None:
+    pipe = tiny.build("flux")
+    plain = tiny.run(pipe, "flux")
+    accelerate(pipe, None, **CACHE)
+    cached = tiny.run(pipe, "flux")
+    clone = copy.copy(pipe)
+    restore(clone)
+    assert torch.equal(tiny.run(pipe, "flux"), cached) and not torch.equal(cached, plain)
+    clone = copy.copy(pipe)
+    restore(pipe)
+    assert torch.equal(tiny.run(clone, "flux"), plain)
+    accelerate(pipe, None, **CACHE)
+    assert torch.equal(tiny.run(pipe, "flux"), cached)
+    restore(pipe)
+
+
+def test_strict_is_content_with_what_is_so_already() -> None:
+    pipe = tiny.build("flux")
+    accelerate(pipe, "cpu-demo", strict=True)
+    assert pipe.acceleration.plan.item("attention.auto").status == "skipped"
+    pipe.enable_attention()
+    restore(pipe)
+    with pytest.raises(InvalidOptionError, match="strict"):
+        accelerate(pipe, None, strict="yes")  # type: ignore[arg-type]
+
+
+def test_a_misspelt_item_of_a_plan_is_refused() -> None:
+    pipe = tiny.build("flux")
+    text = plan(pipe, "cpu-demo").to_toml().replace("cache.first_block", "cache.first_blok")
+    with pytest.raises(InvalidOptionError, match="first_block"):
+        accelerate(pipe, Plan.from_toml(text))
+    with pytest.raises(InvalidOptionError, match="must be text"):
+        Plan.from_toml(None)  # type: ignore[arg-type]
+
+
+def test_a_diffusers_cache_put_on_later_is_said() -> None:
+    pipe = accelerate(tiny.build("flux"), None)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.6))
+    tiny.run(pipe, "flux")
+    assert any("diffusers' own cache is on transformer" in note for note in pipe.acceleration.report.notes)
+    pipe.transformer.disable_cache()
+    restore(pipe)
+
+
+def test_arguments_of_the_wrong_kind(tmp_path: pathlib.Path) -> None:
+    pipe = tiny.build("flux")
+    path = tmp_path / "mine.toml"
+    path.write_text('[wishes]\ncache = "first_block"\n')
+    assert plan(pipe, path).enabled == ("cache.first_block",)  # type: ignore[arg-type]
+    for bad in (None, "flux", pipe.transformer):
+        with pytest.raises(InvalidPipelineError, match="diffusers pipeline"):
+            restore(bad)
+    with pytest.raises(InvalidOptionError, match="preset"):
+        presets(3)  # type: ignore[arg-type]
