@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from ..ledger import hardware as machines
 from ..ledger.hardware import GIB, Hardware
 from ..models.learn import LearnBlocks
 from ..models.registry import lookup
+from . import toml
 from .options import Budget, build, validate
 from .plan import Plan, PlanItem
 from .presets import Preset, load
@@ -89,6 +91,15 @@ def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, Any]) -> 
     return base, validate(wishes)
 
 
+def _plan_in_file(preset: Any) -> Any:
+    """The Plan, where `preset` is the path to one that `Plan.to_toml` wrote; else `preset` as it is."""
+    if isinstance(preset, (str, os.PathLike)) and os.fspath(preset).endswith(".toml") and os.path.isfile(preset):
+        text = Path(preset).read_text(encoding="utf-8")
+        if "pipeline" in toml.loads(text, f"preset {os.fspath(preset)!r}"):
+            return Plan.from_toml(text)
+    return preset
+
+
 def _wishes_of(plan: Plan) -> dict[str, Any]:
     """The override values that stand for a plan's enabled items."""
     wishes: dict[str, Any] = {}
@@ -117,6 +128,7 @@ def resolve(
     """Decide what is on. With `strict`, anything that cannot act raises instead of being skipped."""
     if not isinstance(strict, bool):
         raise InvalidOptionError(f"strict must be True or False, got {strict!r}")
+    preset = _plan_in_file(preset)
     base, wishes = gather(preset, overrides)
     if budget is not None and not isinstance(budget, Budget):
         raise InvalidOptionError(f"budget must be a Budget or None, got {budget!r}")

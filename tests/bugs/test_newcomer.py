@@ -101,3 +101,10 @@ def test_arguments_of_the_wrong_kind(tmp_path: pathlib.Path) -> None:
             restore(bad)
     with pytest.raises(InvalidOptionError, match="preset"):
         presets(3)  # type: ignore[arg-type]
+
+
+def test_a_plan_in_a_file_is_a_preset(tmp_path: pathlib.Path) -> None:
+    pipe = tiny.build("flux")
+    path = tmp_path / "plan.toml"
+    path.write_text(plan(pipe, "cpu-demo", cache_threshold=0.33).to_toml())
+    assert plan(pipe, str(path)).item("cache.first_block").params["threshold"] == 0.33
