@@ -322,15 +322,16 @@ def test_deepcopy_is_refused_by_name(family: str, lever: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_shallow_copy_shares_its_acceleration(family: str) -> None:
-    """copy.copy shares weights and handle: it runs the same, and restoring either restores both."""
+    """copy.copy shares weights and handle and runs the same; only restoring the original undoes the acceleration."""
     pipe = accelerated(family)
     clone = copy.copy(pipe)
     assert torch.equal(tiny.run(clone, family), fresh(family))
-    assert torch.equal(tiny.run(pipe, family), fresh(family))
     restore(clone)
+    assert torch.equal(tiny.run(pipe, family), fresh(family))
+    clone = copy.copy(pipe)
+    restore(pipe)
     for tested in (clone, pipe):
         assert torch.equal(tiny.run(tested, family), plain(family))
-        assert not hasattr(tested, "acceleration")
     put_on(pipe, family, "cache")
     assert torch.equal(tiny.run(pipe, family), fresh(family))
 

@@ -52,7 +52,7 @@ def test_every_bundled_wish_is_known() -> None:
         validate(preset.wishes)
         for kind in ("cpu", "cuda"):
             fitted = fit(preset, name, "flux", Hardware("x", kind))
-            validate(fitted.wishes)
+            assert validate(fitted.wishes) == fitted.wishes
 
 
 def test_a_preset_on_another_machine_says_so(pipes: dict[str, Any]) -> None:
