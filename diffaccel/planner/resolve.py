@@ -14,7 +14,7 @@ from ..core.accelerator import Accelerator, Fidelity, Target, Verdict
 from ..core.compat import unwrap_module
 from ..core.rules import PLACES, Place, in_order
 from ..core.stack import weights_on_meta
-from ..errors import BudgetError, InvalidOptionError, InvalidPipelineError, UnsupportedModelError, nearest, unknown
+from ..errors import BudgetError, InvalidOptionError, InvalidPipelineError, UnsupportedModelError, unknown
 from ..ledger import hardware as machines
 from ..ledger.hardware import GIB, Hardware
 from ..models.learn import LearnBlocks
@@ -221,6 +221,3 @@ def _check_memory(pipe: Any, budget: Budget) -> None:
             f"memory_gib={budget.memory_gib:g}: the weights alone take {need:.2f} GiB ({parts}), and offload is "
             f"{LATER}"
         )
-
-
-__all__ = ["LATER", "gather", "nearest", "require_pipeline", "resolve"]

@@ -12,7 +12,8 @@ import torch
 from diffaccel.caching.guards import Guards
 from tests.caching.scripted import Driven, drive
 
-CASES = json.loads((Path(__file__).parent.parent / "data" / "first_block_golden.json").read_text())["cases"]
+ALL = json.loads((Path(__file__).parent.parent / "data" / "cache_golden.json").read_text())["cases"]
+CASES = {name: ALL[name] for name in ["dbcache_W4_R0.12", "fbcache_thr0.08", "fbcache_threshold0_is_noop"]}
 
 
 def run(case: dict[str, Any], threshold: float) -> Driven:
