@@ -65,6 +65,11 @@ class Accelerated:
         """Back to the attention the pipeline came with."""
         return _disable(self, "attention")
 
+    def enable_cache(self, gate: Any, predictor: Any = None, guard: Any = None, scope: Any = None, **more: Any) -> Any:
+        """A step cache put together from its parts; see `caching.methods.custom.CustomCache`."""
+        parts = {"gate": gate, "predictor": predictor, "guard": guard, "scope": scope, **more}
+        return _enable(self, "cache", "custom", parts)
+
     def disable_cache(self) -> Any:
         """Take the step cache off."""
         return _disable(self, "cache")
@@ -76,6 +81,14 @@ class Accelerated:
     def disable_compile(self) -> Any:
         """Back to uncompiled blocks (those the user compiled stay compiled)."""
         return _disable(self, "compile")
+
+    def enable_guidance_cache(self, **parameters: Any) -> Any:
+        """Skip the unconditional branch on chosen steps; keywords are those of `guidance.reuse.GuidanceReuse`."""
+        return _enable(self, "guidance", "reuse", parameters)
+
+    def disable_guidance_cache(self) -> Any:
+        """Back to both guidance branches in every step."""
+        return _disable(self, "guidance")
 
     def enable_vae_tiling(self, exact: bool = False, **sizes: Any) -> Any:
         """Decode in tiles; `sizes` (tile_height, tile_width, stride_height, stride_width, in pixels) are those of
@@ -122,7 +135,12 @@ def _verb(value: str) -> Callable[..., Any]:
 
 def cache_verb_name(value: str) -> str:
     """The verb of a cache method: `enable_first_block_cache`, `enable_teacache`, `enable_step_schedule`."""
-    names = {"first_block": "first_block_cache", "interval": "interval_cache", "schedule": "step_schedule"}
+    names = {
+        "custom": "custom_cache",
+        "first_block": "first_block_cache",
+        "interval": "interval_cache",
+        "schedule": "step_schedule",
+    }
     return f"enable_{names.get(value, value)}"
 
 

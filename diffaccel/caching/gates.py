@@ -2,18 +2,19 @@
 
 A gate is a frozen config. `decide(state, seen, step, ruling) -> (hit, new state)` changes nothing but what it
 returns; `state.value` is the number it compared with its threshold (None where it did not compare). Where the
-limits have ruled already, a gate only brings its state up to date and reads nothing from the device.
+guards have ruled already, a gate only brings its state up to date and reads nothing from the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from ..errors import InvalidOptionError
-from .predictors import REUSE, Forecast, Sample
+from ..errors import InvalidOptionError, unknown
+from .predictors import REUSE, Forecast, Sample, new_sample
 from .step import Ruling, Step, coordinate
 
 S = TypeVar("S")
@@ -47,6 +48,12 @@ def worst_relative_l1(current: torch.Tensor, previous: torch.Tensor) -> torch.Te
 DISTANCES = {"mean": relative_l1, "worst": worst_relative_l1}
 
 
+def check_distance(value: Any) -> None:
+    """A distance is one of `DISTANCES`."""
+    if value not in DISTANCES:
+        raise unknown("distance", str(value), DISTANCES)
+
+
 def reduce_decision(distance: torch.Tensor, group: Any = None) -> float:
     """The one host read of a compared step. With a process group, the largest distance of any member, for all.
 
@@ -62,9 +69,23 @@ class Gate(Generic[S]):
     """Base of all gates."""
 
     observes: ClassVar[str] = NOTHING
+    reads_schedule: ClassVar[bool] = False  # whether it needs noise levels
 
-    def fit(self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None) -> Gate[S]:
-        """This gate for a loop of `total` steps (resampled tables, checked masks); called once per loop and branch."""
+    def fit(
+        self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None, begin: int = 0
+    ) -> Gate[S]:
+        """This gate for a loop of `total` steps (resampled tables, checked masks); called once per loop and branch.
+
+        `begin`: where in the scheduler's table the loop begins.
+        """
+        return self
+
+    def unfit(self, sigmas: Sequence[float]) -> str | None:
+        """Why this gate cannot judge a loop with these noise levels, or None; asked where it `reads_schedule`."""
+        return None
+
+    def per_sample(self) -> Gate[S]:
+        """This gate with the worst sample of a batch deciding, where it measures a batch at all."""
         return self
 
     def probe(self, seen: Any) -> torch.Tensor | None:
@@ -106,22 +127,30 @@ class ProbeGate(Gate[ProbeState]):
     """First-Block Cache and DBCache: reuse while the probe stays near what the last computed steps foretell.
 
     hit iff mean|r_t - r| / mean|r| < threshold, r the probe's forecast under `predictor`; with order 0 that is the
-    probe r_i of the last computed step, as published. A threshold of 1 or more reuses untested (cache-dit).
+    probe r_i of the last computed step, as published. A threshold of 1 or more reuses untested
+    (cache-dit) unless `tested`.
     Sources: First-Block Cache (ParaAttention, after TeaCache, arXiv 2411.19108); DBCache (cache-dit).
 
     Attributes:
         threshold: relative change below which a step is reused; 0: never.
         predictor: forecasts the probe.
         distance: "mean" over the batch, or the "worst" sample's.
+        tested: compare even where the threshold is 1 or more.
     """
 
     threshold: float
     predictor: Forecast = REUSE
     distance: str = "mean"
+    tested: bool = False
     observes: ClassVar[str] = PROBE
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold)
+        check_distance(self.distance)
+
+    def per_sample(self) -> ProbeGate:
+        """With distance "worst"."""
+        return replace(self, distance="worst")
 
     def start(self) -> ProbeState:
         """No probe yet."""
@@ -135,7 +164,7 @@ class ProbeGate(Gate[ProbeState]):
         predictor = self.predictor
         at = float(step.index) if predictor.coordinate == "step" else coordinate(step, predictor.coordinate)
         if ruling is Ruling.FREE and state.history:
-            if 0 < self.threshold < 1:
+            if self.threshold > 0 and (self.threshold < 1 or self.tested):
                 known = state.history
                 [expected] = predictor.predict(known, at) if predictor.order else known[-1].values
                 value = reduce_decision(DISTANCES[self.distance](seen, expected), step.group)
@@ -146,7 +175,7 @@ class ProbeGate(Gate[ProbeState]):
             hit = ruling is Ruling.REUSE
         if hit:
             return True, ProbeState(state.history, value)
-        history = (*state.history, Sample(at, (seen,)))[-predictor.depth :]
+        history = (*state.history, new_sample((at, (seen,), None)))[-predictor.depth :]
         return False, ProbeState(history, value)
 
 
@@ -177,6 +206,10 @@ class SumGate(Gate[SumState]):
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold)
+
+    def per_sample(self) -> SumGate:
+        """With distance "worst"."""
+        return replace(self, distance="worst")
 
     def feature(self, seen: Any, step: Step) -> Any:
         """What is compared, made from what is seen."""

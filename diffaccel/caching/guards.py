@@ -1,50 +1,140 @@
-"""Guards: where a cache must not act, whatever its gate says. Plain data."""
+"""Guards: where a step is computed, or reused, whatever the gate would say. Plain data, checked in one fixed order."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from ..errors import InvalidOptionError
+from ..errors import InvalidOptionError, unknown
+from .schedule import parse_schedule
+from .step import Ruling, Step
+
+POLICIES = ("dynamic", "static")
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What one branch has done so far in this loop."""
+
+    consecutive: int = 0  # reused steps just before this one
+    reused: int = 0  # reused steps in all
+    error: float = 0.0  # sum of all numbers that the gate compared, of hits and misses
 
 
 @dataclass(frozen=True)
 class Guards:
-    """Bounds on a cache.
+    """Checked in this order (that of cache-dit's DBCache): warm-up, last steps, window, mask, caps, accumulated error.
 
     Attributes:
-        min_steps: runs with fewer steps are computed in full (few-step models have no redundancy to use).
-        last_steps: so many steps at the end are always computed.
-        warmup_steps: so many steps at the start are always computed (the first one always is).
-        max_consecutive: at most so many reused steps in a row; None for no limit.
+        min_steps: loops with fewer steps are computed in full (few-step models have no redundancy to use).
+        warmup_steps: the first so many steps are computed; of them only every `warmup_interval`-th, from 0.
+        last_steps: the last so many steps are computed.
+        max_consecutive: at most so many reused steps in a row; None: no limit.
+        max_total: at most so many reused steps in the loop.
+        max_accumulated: once the compared numbers add up to this, everything is computed; never reset in a loop.
+        mask: which steps are computed: flags, a string, a list of steps, or a published mask's name (see `fit`).
+        policy: what False in the mask means: "static" reuses without a test, "dynamic" asks the gate.
+        start, end: shares of the loop between which a reuse is allowed.
+        sigma_high, sigma_low: noise levels between which a reuse is allowed.
+        max_bytes: what one branch may hold; older steps are dropped first, which lowers a forecast's order, and with
+            none left every step is computed.
+        warmup_interval: see warmup_steps.
     """
 
-    min_steps: int = 9
-    last_steps: int = 1
+    min_steps: int = 0
     warmup_steps: int = 0
+    last_steps: int = 0
     max_consecutive: int | None = None
+    max_total: int | None = None
+    max_accumulated: float | None = None
+    mask: str | Sequence[int] | None = None
+    policy: str = "dynamic"
+    start: float = 0.0
+    end: float = 1.0
+    sigma_high: float | None = None
+    sigma_low: float | None = None
+    max_bytes: int | None = None
+    warmup_interval: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("min_steps", "last_steps", "warmup_steps", "max_consecutive"):
-            value = getattr(self, name)
-            if name == "max_consecutive" and value is None:
+        for name in (
+            "min_steps",
+            "warmup_steps",
+            "last_steps",
+            "max_consecutive",
+            "max_total",
+            "max_bytes",
+            "warmup_interval",
+        ):
+            value, least = getattr(self, name), 1 if name == "warmup_interval" else 0
+            if value is None and name.startswith("max_"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise InvalidOptionError(f"{name} must be a whole number of at least 0, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InvalidOptionError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if self.policy not in POLICIES:
+            raise unknown("policy", str(self.policy), POLICIES)
+        if not 0 <= self.start <= self.end <= 1:
+            raise InvalidOptionError(f"0 <= start <= end <= 1 is needed, got start={self.start}, end={self.end}")
 
-
-def stands_down(guards: Guards, total: int | None) -> str | None:
-    """Why the cache must sit out the whole run, or None. `total` is the run's number of steps if known."""
-    if total is None:
-        if guards.min_steps or guards.last_steps:
-            return "the number of steps is unknown, so min_steps and last_steps cannot be kept"
+    def stands_down(self, total: int | None) -> str | None:
+        """Why a cache must sit out a whole loop of `total` steps (None: unknown), or None."""
+        if total is None:
+            needed = self.min_steps or self.last_steps or self.end < 1
+            return (
+                "the number of steps is unknown, so min_steps, last_steps and end cannot be kept" if needed else None
+            )
+        if total < self.min_steps:
+            return f"the run has {total} steps, fewer than min_steps={self.min_steps}"
         return None
-    if total < guards.min_steps:
-        return f"the run has {total} steps, fewer than min_steps={guards.min_steps}"
-    return None
+
+    def fit(self, total: int | None) -> Guards:
+        """The guards for a loop of `total` steps, with the mask as flags; refuses a loop that they do not fit."""
+        if total is None and (self.last_steps or self.end < 1):
+            raise InvalidOptionError("last_steps and end need the number of steps, and this loop does not say it")
+        if self.mask is None:
+            return self
+        if total is None:
+            raise InvalidOptionError("a steps mask needs the number of steps, and this loop does not say it")
+        return replace(self, mask=_flags(self.mask, total))
 
 
-def must_compute(guards: Guards, step: int, total: int | None, consecutive: int) -> bool:
-    """Must this step be computed? `consecutive` counts the reused steps just before it."""
-    if step < guards.warmup_steps or (total is not None and step >= total - guards.last_steps):
-        return True
-    return guards.max_consecutive is not None and consecutive >= guards.max_consecutive
+def _flags(mask: str | Sequence[int], total: int) -> tuple[bool, ...]:
+    from .tables import load, steps_mask
+
+    if isinstance(mask, str) and mask in load("steps_masks")["masks"]["28"]:
+        return steps_mask(mask, total)
+    if isinstance(mask, tuple) and all(isinstance(flag, bool) for flag in mask):
+        if len(mask) != total:
+            raise InvalidOptionError(f"the steps mask has {len(mask)} entries, and the loop has {total} steps")
+        return mask
+    return parse_schedule(mask, total)
+
+
+def rule(guards: Guards, tally: Tally, step: Step) -> Ruling:
+    """What the guards say about this step. Reads host data only."""
+    index, total = step.index, step.total
+    if index < guards.warmup_steps and index % guards.warmup_interval == 0:
+        return Ruling.COMPUTE
+    if total is not None and (index >= total - guards.last_steps or not guards.start <= index / total < guards.end):
+        return Ruling.COMPUTE
+    if (guards.sigma_high is not None or guards.sigma_low is not None) and _outside(guards, step.sigma):
+        return Ruling.COMPUTE
+    if guards.mask is not None:
+        if guards.mask[index]:
+            return Ruling.COMPUTE
+        if guards.policy == "static":
+            return Ruling.REUSE
+    if guards.max_total is not None and tally.reused >= guards.max_total:
+        return Ruling.COMPUTE
+    if guards.max_consecutive is not None and tally.consecutive >= guards.max_consecutive:
+        return Ruling.COMPUTE
+    if guards.max_accumulated is not None and tally.error >= guards.max_accumulated:
+        return Ruling.COMPUTE
+    return Ruling.FREE
+
+
+def _outside(guards: Guards, sigma: float | None) -> bool:
+    if sigma is None:
+        raise InvalidOptionError("sigma_high and sigma_low need noise levels, and this scheduler gives none")
+    too_high = guards.sigma_high is not None and sigma > guards.sigma_high
+    return too_high or (guards.sigma_low is not None and sigma < guards.sigma_low)

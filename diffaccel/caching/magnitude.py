@@ -67,12 +67,22 @@ class MagnitudeGate(Gate[RatioState]):
         if not self.ratios or not all(math.isfinite(r) and r > 0 for r in self.ratios):
             raise InvalidOptionError("ratios must be positive numbers, one per calibrated step")
 
-    def fit(self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None) -> MagnitudeGate:
-        """The gate with one ratio per step of the loop, of this branch."""
+    @property
+    def reads_schedule(self) -> bool:  # type: ignore[override]
+        """Only where ratios follow the noise levels."""
+        return self.source_sigmas is not None
+
+    def fit(
+        self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None, begin: int = 0
+    ) -> MagnitudeGate:
+        """The gate with one ratio per step of the loop, of this branch.
+
+        A loop that begins late in the table (image-to-image) takes the ratios of the steps it has.
+        """
         ratios = self.ratios_uncond if branch.startswith("uncond") and self.ratios_uncond else self.ratios
         if total is None:
             raise InvalidOptionError("MagCache needs to know the number of steps, and this loop does not say it")
-        places = nearest_indices(len(ratios), total)
+        places = nearest_indices(len(ratios), total + begin)[begin:]
         if self.source_sigmas is not None and sigmas is not None:
             fitted = tuple(resample_by_sigma(ratios, self.source_sigmas, sigmas[:total]))
         else:

@@ -1,4 +1,4 @@
-"""A gate, a predictor and limits as one pure machine: the part of a step cache that knows nothing of models.
+"""A gate, a predictor and guards as one pure machine: the part of a step cache that knows nothing of models.
 
 Per denoiser call of a branch: `decide`, then either `forecast` (a hit) or compute and `store` (a miss). All state is
 one frozen `Memory`, so a run can be paused, copied and resumed by keeping a reference.
@@ -6,15 +6,16 @@ one frozen `Memory`, so a run can be paused, copied and resumed by keeping a ref
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .gates import NOTHING, Gate
-from .limits import Limits, Tally, rule
-from .predictors import REUSE, Sample
+from .gates import NOTHING, TIME, Gate
+from .guards import Guards, Tally, rule
+from .predictors import REUSE, Sample, new_sample
 from .step import Ruling, Step, coordinate
 
 
@@ -40,31 +41,55 @@ class Predictor(Protocol):
 
 
 NOTHING_DONE = Tally()
+ALL = slice(None)
+MAIN = slice(0, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """What one branch of one denoiser remembers within a loop."""
 
     gate: Any
     tally: Tally = NOTHING_DONE
     history: tuple[Sample, ...] = ()  # computed steps, newest last
     value: float | None = None  # what the gate compared at the last step, None where it did not
-    index: int = -1  # the last step that was decided
+    last: int = -1  # the last step that was decided
+
+
+# Memory((gate, tally, history, value, last)) without a Python call, for what runs at every step.
+new_memory: Callable[[tuple[Any, Tally, tuple[Sample, ...], float | None, int]], Memory] = partial(
+    tuple.__new__, Memory
+)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Any gate with any predictor under any limits. Attributes say which."""
+    """Any gate with any predictor under any guards. Attributes say which."""
 
     gate: Gate[Any]
     predictor: Predictor = REUSE
-    limits: Limits = field(default_factory=Limits)
+    guards: Guards = field(default_factory=Guards)
 
-    def fit(self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None) -> Policy:
-        """The policy for one loop and branch; refuses masks and tables that do not fit it."""
-        self.limits.check(total)
-        return replace(self, gate=self.gate.fit(total, branch, sigmas))
+    def fit(
+        self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None, begin: int = 0
+    ) -> Policy:
+        """The policy for one loop and branch; refuses masks and tables that do not fit it.
+
+        `begin` is where in the scheduler's full table the loop begins (image-to-image starts late).
+        """
+        return replace(self, gate=self.gate.fit(total, branch, sigmas, begin), guards=self.guards.fit(total))
+
+    @property
+    def static(self) -> bool:
+        """Are all decisions of a loop known before it (a time embedding's values are)?"""
+        return self.gate.observes in (NOTHING, TIME)
+
+    @property
+    def reads_schedule(self) -> bool:
+        """Does anything here look at noise levels or timesteps?"""
+        guards, gate = self.guards, self.gate
+        kinds = (self.predictor.coordinate, getattr(getattr(gate, "predictor", None), "coordinate", "step"))
+        bounds = guards.sigma_high is not None or guards.sigma_low is not None
+        return bounds or gate.reads_schedule or any(kind != "step" for kind in kinds)
 
     def start(self) -> Memory:
         """The memory at the start of a loop."""
@@ -76,19 +101,30 @@ class Policy:
         A step is computed where nothing is stored, and where the branch was absent from the step before (guidance
         that comes and goes): sums and baselines would not reach across the gap.
         """
-        ready = memory.history and step.index == memory.index + 1
-        ruling = rule(self.limits, memory.tally, step) if ready else Ruling.COMPUTE
+        ready = memory.history and step.index == memory.last + 1
+        ruling = rule(self.guards, memory.tally, step) if ready else Ruling.COMPUTE
         hit, state = self.gate.decide(memory.gate, seen, step, ruling)
         value = state.value
         old = memory.tally
-        error = old.error if value is None else old.error + value
-        tally = Tally(old.consecutive + 1, old.reused + 1, error) if hit else Tally(0, old.reused, error)
-        return hit, Memory(state, tally, memory.history, value, step.index)
+        if hit or old.consecutive or (value is not None and self.guards.max_accumulated is not None):
+            error = old.error if value is None else old.error + value
+            old = Tally(old.consecutive + 1, old.reused + 1, error) if hit else Tally(0, old.reused, error)
+        return hit, new_memory((state, old, memory.history, value, step.index))
 
-    def forecast(self, memory: Memory, step: Step, seen: Any = None) -> tuple[torch.Tensor, ...]:
-        """What the skipped part would have added, per stream; `seen` as given to `decide`."""
+    def follow(self, memory: Memory, hit: bool, step: Step) -> tuple[bool, Memory]:
+        """Do what another branch decided for this step, where anything is stored that a reuse could use."""
+        hit = hit and bool(memory.history) and step.index == memory.last + 1
+        old = memory.tally
+        tally = Tally(old.consecutive + 1, old.reused + 1, old.error) if hit else Tally(0, old.reused, old.error)
+        return hit, new_memory((memory.gate, tally, memory.history, None, step.index))
+
+    def forecast(self, memory: Memory, step: Step, seen: Any = None, part: slice = ALL) -> tuple[torch.Tensor, ...]:
+        """What the skipped part would have added, per stream; `seen` as given to `decide`, `part` of the streams."""
         probe = self.gate.probe(seen) if self.predictor.needs_probe else None
-        return self.predictor.predict(memory.history, coordinate(step, self.predictor.coordinate), probe)
+        history = memory.history
+        if part is not ALL:
+            history = tuple([Sample(at, values[part], kept) for at, values, kept in history])
+        return self.predictor.predict(history, coordinate(step, self.predictor.coordinate), probe)
 
     def store(
         self,
@@ -101,14 +137,19 @@ class Policy:
         """Remember a computed step: `values` per stream, e.g. [B, T, C]; `output` for gates that look at it."""
         probe = self.gate.probe(seen) if self.predictor.needs_probe else None
         kind = self.predictor.coordinate
-        sample = Sample(float(step.index) if kind == "step" else coordinate(step, kind), values, probe)
+        sample = new_sample((float(step.index) if kind == "step" else coordinate(step, kind), values, probe))
         history = (*memory.history, sample)[-self.predictor.depth :]
-        state = memory.gate if output is None else self.gate.record(memory.gate, seen, output, step)
-        stored = Memory(state, memory.tally, history, memory.value, memory.index)
-        cap = self.limits.max_bytes
+        stored = new_memory((memory.gate, memory.tally, history, memory.value, memory.last))
+        if output is not None:
+            stored = self.record(stored, step, seen, output)
+        cap = self.guards.max_bytes
         while cap is not None and stored.history and bytes_held(stored) > cap:
-            stored = replace(stored, history=stored.history[1:])
+            stored = stored._replace(history=stored.history[1:])
         return stored
+
+    def record(self, memory: Memory, step: Step, seen: Any, output: torch.Tensor) -> Memory:
+        """Show the gate what a computed step gave."""
+        return memory._replace(gate=self.gate.record(memory.gate, seen, output, step))
 
 
 def forecast_error(
@@ -120,24 +161,35 @@ def forecast_error(
     """
     if not memory.history:
         return None
-    truth, guess = values[0], policy.forecast(memory, step, seen)[0]
+    truth = values[0]
+    guess = (
+        policy.forecast(memory, step, seen, MAIN)[0] if policy.predictor.depth > 1 else memory.history[-1].values[0]
+    )
     dims = tuple(range(1, truth.ndim))
     return (guess - truth).abs().mean(dims) / truth.abs().mean(dims)
 
 
-def foresee(policy: Policy, total: int, seen: Sequence[Any] | None = None) -> list[bool]:
-    """The hits of a whole loop, decided on the host before it starts: for gates that look at nothing, or at the time
-    embedding, whose values for all steps are then given as `seen`. True = reused."""
+class Foreseen(NamedTuple):
+    """The decisions of a whole loop: one entry per step, True = reused, and the numbers the gate compared."""
+
+    hits: list[bool]
+    values: list[float | None]
+
+
+def foresee(policy: Policy, total: int, seen: Sequence[Any] | None = None, sigmas: Sequence[float] = ()) -> Foreseen:
+    """A whole loop decided on the host before it starts: for gates that look at nothing, or at the time embedding,
+    whose values for all steps are then given as `seen`. `policy` must be fitted to the loop."""
     if policy.gate.observes != NOTHING and seen is None:
         raise ValueError(f"this gate looks at {policy.gate.observes!r}, so its hits are not known before the loop")
-    memory, hits = policy.start(), []
+    memory, done = policy.start(), Foreseen([], [])
     for index in range(total):
-        step = Step(index, total)
+        step = Step(index, total, sigma=sigmas[index] if index < len(sigmas) else None)
         hit, memory = policy.decide(memory, None if seen is None else seen[index], step)
         if not hit:
-            memory = replace(memory, history=(Sample(float(index), ()),))
-        hits.append(hit)
-    return hits
+            memory = memory._replace(history=(Sample(float(index), ()),))
+        done.hits.append(hit)
+        done.values.append(memory.value)
+    return done
 
 
 def bytes_held(memory: Memory) -> int:

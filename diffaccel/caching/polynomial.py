@@ -18,7 +18,7 @@ class PolynomialGate(SumGate):
 
     Several published polynomials are negative in their working range (Wan 14B below 0.129), where a falls. The sign
     is kept, as in the reference, unless `use_abs` (vLLM-Omni); the two give opposite schedules, so coefficients
-    and sign belong together. The first and last steps that the reference forces are limits, not part of the gate.
+    and sign belong together. The first and last steps that the reference forces are guards, not part of the gate.
     Source: TeaCache (arXiv 2411.19108); coefficients in tables/teacache.json.
 
     Attributes:
@@ -46,8 +46,13 @@ class PolynomialGate(SumGate):
 
 @dataclass(frozen=True)
 class TimePolynomialGate(PolynomialGate):
-    """TeaCache on models whose gate tensor is the time embedding: the same for every prompt, known before the loop."""
+    """TeaCache on models whose gate tensor is the time embedding: the same for every prompt, known before the loop.
 
+    Attributes:
+        projected: take the embedding behind its last projection.
+    """
+
+    projected: bool = False
     observes: ClassVar[str] = TIME
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -23,6 +24,12 @@ class Sample(NamedTuple):
     at: float
     values: tuple[torch.Tensor, ...]
     probe: torch.Tensor | None = None
+
+
+# Sample((at, values, probe)) without a Python call, for what runs at every step.
+new_sample: Callable[[tuple[float, tuple[torch.Tensor, ...], torch.Tensor | None]], Sample] = partial(
+    tuple.__new__, Sample
+)
 
 
 def reuse(entry: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import unknown
-from .gates import INPUT, PAIR, Gate, SumGate, check_threshold, reduce_decision
+from .gates import INPUT, PAIR, Gate, SumGate, check_distance, check_threshold, reduce_decision
 from .predictors import Sample
 from .step import Ruling, Step
 
@@ -23,7 +23,7 @@ class RateState:
     seen: torch.Tensor | None = None
     computed_input: torch.Tensor | None = None
     computed_output: torch.Tensor | None = None
-    rate: torch.Tensor | None = None  # k, a scalar on the device
+    rate: torch.Tensor | None = None  # k, a scalar on the device ([B] with distance "worst")
     total: float = 0.0
     value: float | None = None
 
@@ -38,13 +38,24 @@ class RateGate(Gate[RateState]):
 
     Attributes:
         threshold: budget of accumulated relative change (published: 0.05 Wan, 0.025 HunyuanVideo); 0: never.
+        distance: "mean" over the batch, or the "worst" sample's.
     """
 
     threshold: float
+    distance: str = "mean"
     observes: ClassVar[str] = INPUT
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold)
+        check_distance(self.distance)
+
+    def per_sample(self) -> RateGate:
+        """With distance "worst"."""
+        return replace(self, distance="worst")
+
+    def _size(self, x: torch.Tensor) -> torch.Tensor:
+        """Mean absolute value: of the whole batch (a scalar), or of each sample ([B])."""
+        return x.abs().mean() if self.distance == "mean" else x.abs().flatten(1).mean(1)
 
     def start(self) -> RateState:
         """Nothing seen."""
@@ -56,8 +67,8 @@ class RateGate(Gate[RateState]):
         """`seen`: raw input, any shape. Two computed steps are needed before a hit."""
         if ruling is Ruling.FREE and state.rate is not None:
             assert state.seen is not None and state.computed_output is not None
-            moved = (seen - state.seen).abs().mean()
-            value = state.total + reduce_decision(state.rate * moved / state.computed_output.abs().mean(), step.group)
+            moved = state.rate * self._size(seen - state.seen) / self._size(state.computed_output)
+            value = state.total + reduce_decision(moved.max(), step.group)
             hit = value < self.threshold and self.threshold > 0
             return hit, replace(state, seen=seen, total=value if hit else 0.0, value=value)
         hit = ruling is Ruling.REUSE
@@ -67,7 +78,7 @@ class RateGate(Gate[RateState]):
         """`output`: raw output of this computed step, shaped like the input."""
         rate = None
         if state.computed_input is not None and state.computed_output is not None:
-            rate = (output - state.computed_output).abs().mean() / (seen - state.computed_input).abs().mean()
+            rate = self._size(output - state.computed_output) / self._size(seen - state.computed_input)
         return replace(state, computed_input=seen, computed_output=output, rate=rate)
 
 

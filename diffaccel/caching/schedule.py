@@ -150,7 +150,9 @@ class ScheduleGate(Gate[NoState]):
     schedule: Any
     observes: ClassVar[str] = NOTHING
 
-    def fit(self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None) -> ScheduleGate:
+    def fit(
+        self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None, begin: int = 0
+    ) -> ScheduleGate:
         """With the mask for this loop."""
         if total is None:
             raise InvalidOptionError("a step schedule needs the number of steps, and this loop does not say it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,7 +46,7 @@ def sea_filter(x: torch.Tensor, sigma: float, power: float = 3.0) -> torch.Tenso
 class SpectralGate(SumGate):
     """SeaCache: a <- a + |f_t - f_{t-1}| / |f_{t-1}| of the filtered gate tensor f, hit iff a < threshold.
 
-    First and last steps and the cap on reused steps are limits; the residual's extrapolation is a predictor.
+    First and last steps and the cap on reused steps are guards; the residual's extrapolation is a predictor.
     Source: SeaCache (arXiv 2602.18993) for the filter; accumulated as in TeaCache.
 
     Attributes:
@@ -55,6 +56,13 @@ class SpectralGate(SumGate):
 
     power: float = 3.0
     observes: ClassVar[str] = GRID
+    reads_schedule: ClassVar[bool] = True
+
+    def unfit(self, sigmas: Sequence[float]) -> str | None:
+        """The filter is that of flow matching, x = (1 - sigma) s + sigma n."""
+        if not sigmas or max(sigmas) > 1:
+            return "SeaCache needs noise levels of flow matching, between 0 and 1, and this scheduler has others"
+        return None
 
     def feature(self, seen: torch.Tensor, step: Step) -> torch.Tensor:
         """The filtered grid, [..., T, H, W, C]."""

@@ -12,7 +12,7 @@ COORDINATES = ("sigma", "step", "timestep")
 
 
 class Ruling(Enum):
-    """What the limits say about a step before any gate is asked."""
+    """What the guards say about a step before any gate is asked."""
 
     FREE = "free"  # the gate decides
     COMPUTE = "compute"  # computed, whatever the gate would say

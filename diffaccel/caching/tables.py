@@ -67,6 +67,7 @@ class PolynomialSet:
     last_steps: int = 1
     default_threshold: float | None = None
     source: str = ""
+    projected: bool = False  # whether the time embedding is taken behind its last projection (Wan's "ret_steps" sets)
 
     def warmup(self, total: int) -> int:
         """How many steps at the start the reference computes; `first_steps` below 1 is a share of the loop."""
@@ -74,8 +75,11 @@ class PolynomialSet:
 
     def gate(self, threshold: float) -> PolynomialGate:
         """The gate with these numbers."""
-        kind = TimePolynomialGate if self.observes == "time" else PolynomialGate
-        return kind(threshold, coefficients=self.coefficients, use_abs=self.use_abs)
+        if self.observes == "time":
+            return TimePolynomialGate(
+                threshold, coefficients=self.coefficients, use_abs=self.use_abs, projected=self.projected
+            )
+        return PolynomialGate(threshold, coefficients=self.coefficients, use_abs=self.use_abs)
 
 
 def polynomial_set(coefficients: str | Sequence[float] = "auto", model: str | None = None) -> PolynomialSet:
@@ -113,6 +117,7 @@ def _polynomial(name: str, row: Mapping[str, Any]) -> PolynomialSet:
         row.get("last_steps", 1),
         row.get("default_threshold"),
         row["source"],
+        row.get("gate_tensor", "").startswith("projected"),
     )
 
 

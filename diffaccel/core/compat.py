@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "drift",
     "eager",
     "host_edit",
+    "leaves",
     "native_cache",
     "no_duck_shape",
     "num_timesteps",
@@ -124,6 +125,26 @@ def no_duck_shape() -> Any:
     """A context manager in which torch.compile does not take equal dynamic sizes for one size."""
     config: Any = importlib.import_module("torch.fx.experimental._config")
     return config.patch(use_duck_shape=False)
+
+
+def leaves(output: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
+    """(the tensors of a model's output, a function that builds such an output from other tensors).
+
+    Tuples, lists, dicts and diffusers' output classes are looked into.
+    """
+    from torch.utils import _pytree as tree
+
+    flat, form = tree.tree_flatten(output)
+    places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+    rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+
+    def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
+        whole = list(rest)
+        for place, tensor in zip(places, tensors, strict=True):
+            whole[place] = tensor
+        return tree.tree_unflatten(whole, form)
+
+    return [flat[place] for place in places], rebuild
 
 
 def drift() -> list[str]:

@@ -292,15 +292,20 @@ class RootHook(Hook):
             call = run.begin_call(self.component, None if context is None else context.name)
             if call.replay is not None:
                 return call.replay
-            begun = 0
+            begun, output = 0, None
             try:
                 for listener in self.listeners:
                     begun += 1
                     listener.begin_call(call, args, kwargs)
-                output = ref.body(*args, **kwargs)
+                    if call.inputs is not None:
+                        args, kwargs = call.inputs
+                output = call.output = ref.body(*args, **kwargs) if call.answer is None else call.answer
+                if call.finish is not None:
+                    output = call.finish(output)
             finally:
                 for listener in self.listeners[:begun]:
                     listener.end_call(call)
+                call.inputs = call.answer = call.finish = call.output = None
             run.end_call(call, output)
             return output
 

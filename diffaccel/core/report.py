@@ -15,6 +15,8 @@ class StepRecord:
     none); `branch` is the guidance branch ("cond", "uncond", "cond_uncond" for a batched call, ...);
     `computed` is False where a cache answered; `gate` is the number the gate compared with its threshold
     (None where it did not compare); `seconds` is the time of the call (host clock, or CUDA events).
+    `forecast_error` is given for computed steps under a cache: what a reuse would have missed there, as relative
+    mean absolute error of what the cache remembers, one number per sample of the batch.
     """
 
     index: int
@@ -25,6 +27,7 @@ class StepRecord:
     gate: float | None
     seconds: float
     component: str = "transformer"
+    forecast_error: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Place:
 
 CACHES = (
     "teacache", "first_block", "dbcache", "taylorseer", "magcache", "seacache", "easycache", "dicache", "interval",
-    "schedule", "deepcache",
+    "schedule", "deepcache", "delta_dit", "adacache", "custom",
 )  # fmt: skip
 ATTENTION = ("auto", "native", "flash", "sage", "flex", "radial", "sta", "svg", "svg2", "topk")
 
@@ -48,8 +48,8 @@ PLACES: dict[str, Place] = {
         Place("offload", Slot.MODULE, 1, ("stage", "layerwise")),
         Place("vae_tiling", Slot.MODULE, 2, ("exact", "blended"), ready=("blended",), prefixes=("vae_tiling_",)),
         Place("attention", Slot.CALL, 0, ATTENTION, ready=("auto", "native", "flash", "flex")),
-        Place("guidance", Slot.CALL, 1, ("reuse",)),
-        Place("cache", Slot.CALL, 2, CACHES, ready=("first_block",), prefixes=("cache_",)),
+        Place("guidance", Slot.CALL, 1, ("reuse",), ready=("reuse",), prefixes=("guidance_",)),
+        Place("cache", Slot.CALL, 2, CACHES, ready=tuple(c for c in CACHES if c != "deepcache"), prefixes=("cache_",)),
     )
 }
 

@@ -25,16 +25,30 @@ def current_run() -> Run | None:
 
 
 class Call:
-    """One forward of a denoiser within a run."""
+    """One forward of a denoiser within a run.
 
-    __slots__ = ("branch", "component", "computed", "end", "gate", "loop", "replay", "run", "start", "step")
+    A listener of the root hook may set, in its `begin_call`: `answer` (returned instead of running the denoiser),
+    `inputs` ((args, kwargs) in place of the caller's; later listeners see these) and `finish` (called with the
+    output, returns what the caller gets). In `end_call` it finds the `output` before `finish` (None where the call
+    raised). All four live for the length of the call. A listener that finds an `answer` keeps out of the call.
+    """
+
+    __slots__ = (
+        "answer", "branch", "component", "computed", "end", "error", "finish", "gate", "inputs", "loop", "output",
+        "replay", "run", "start", "step",
+    )  # fmt: skip
 
     def __init__(self, run: Run, component: str, branch: str, start: Any) -> None:
         self.run, self.component, self.branch, self.start, self.end = run, component, branch, start, start
         self.step, self.loop = run.step, run.loop
         self.computed: bool = True
         self.gate: float | None = None
+        self.error: torch.Tensor | None = None  # what a forecast would have missed at this computed call, [B]
         self.replay: Any = None  # an output to return instead of computing, while a paused run is replayed
+        self.answer: Any = None
+        self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.finish: Callable[[Any], Any] | None = None
+        self.output: Any = None
 
 
 class Run:
@@ -60,9 +74,11 @@ class Run:
         self.outputs: dict[tuple[str, str], Any] = {}
         self.step_output: Any = None
         self.bytes_peak = 0
+        self._held: dict[str, int] = {}
         self.hits = 0
         self._begins: dict[int, int] = {}  # per loop: where in the scheduler's own table it began
         self._schedules: dict[int, tuple[list[float], list[float]]] = {}
+        self._tables: dict[int, tuple[list[float], list[float]]] = {}
         self.device = torch.device(getattr(pipe, "_execution_device", None) or "cpu")
         self.watch = Stopwatch(self.device)
         self.mark = self.watch.mark
@@ -132,6 +148,24 @@ class Run:
         elif scheduled is not None:
             self.total = scheduled - self._begins[self.loop]
 
+    @property
+    def begin(self) -> int:
+        """Where in the scheduler's table this loop began (0 unless it started late, as image-to-image does)."""
+        return self._begins.get(self.loop, 0)
+
+    def schedule(self) -> tuple[list[float], list[float]]:
+        """(timesteps, noise levels) of this loop's steps as host numbers, read once per loop; empty where unknown."""
+        found = self._tables.get(self.loop)
+        if found is None:
+            timesteps, sigmas = schedule_of(self.scheduler)
+            found = self._tables[self.loop] = timesteps[self.begin :], sigmas[self.begin :]
+        return found
+
+    def hold(self, name: str, count_bytes: int) -> None:
+        """An accelerator now holds so many bytes for this run."""
+        self._held[name] = count_bytes
+        self.bytes_peak = max(self.bytes_peak, sum(self._held.values()))
+
     def note(self, text: str) -> None:
         """A remark for the report, once."""
         if text not in self.notes:
@@ -180,6 +214,7 @@ class Run:
             gate=call.gate,
             seconds=self.watch.seconds(call.start, call.end),
             component=call.component,
+            forecast_error=None if call.error is None else tuple(call.error.tolist()),
         )
 
 

@@ -1,5 +1,6 @@
 """FLUX.1 (dev, schnell, and every pipeline around FluxTransformer2DModel)."""
 
+from . import sights
 from .spec import EMBEDDED, BlockList, ModelSpec
 
 _STREAMS = ("hidden_states", "encoder_hidden_states")
@@ -10,10 +11,12 @@ CARD = ModelSpec(
     denoisers=("transformer",),
     classes=("FluxTransformer2DModel",),
     stack=(
-        BlockList("transformer_blocks", _STREAMS, _RETURNS),
-        BlockList("single_transformer_blocks", _STREAMS, _RETURNS),
+        BlockList("transformer_blocks", _STREAMS, _RETURNS, modules=("attn", "ff", "ff_context")),
+        BlockList("single_transformer_blocks", _STREAMS, _RETURNS, modules=("proj_out",), idle=("attn", "proj_mlp")),
     ),
     guidance=EMBEDDED,
     stand_down=("controlnet_block_samples", "controlnet_single_block_samples"),
     token_layout="text, image",
+    grid=sights.grid_of_ids,
+    modulated=sights.norm1_emb,
 )

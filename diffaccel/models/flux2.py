@@ -3,6 +3,7 @@
 Klein's key-value form (`kv_cache_mode`) fills a store inside every block in its first step, so blocks must run.
 """
 
+from . import sights
 from .spec import EMBEDDED, BlockList, ModelSpec
 
 CARD = ModelSpec(
@@ -14,15 +15,18 @@ CARD = ModelSpec(
             "transformer_blocks",
             ("hidden_states", "encoder_hidden_states"),
             ("encoder_hidden_states", "hidden_states"),
+            modules=("attn", "ff", "ff_context"),
         ),
         BlockList(
             "single_transformer_blocks",
             ("hidden_states",),
             ("hidden_states",),
             joins=("encoder_hidden_states", "hidden_states"),
+            modules=("attn",),
         ),
     ),
     guidance=EMBEDDED,
     stand_down=("kv_cache", "kv_cache_mode"),
     token_layout="text, image",
+    grid=sights.grid_of_ids,
 )

@@ -1,5 +1,6 @@
 """HunyuanVideo (text and image to video): single blocks keep both streams apart, like FLUX.1's."""
 
+from . import sights
 from .spec import EMBEDDED, BlockList, ModelSpec
 
 _STREAMS = ("hidden_states", "encoder_hidden_states")
@@ -9,10 +10,12 @@ CARD = ModelSpec(
     denoisers=("transformer",),
     classes=("HunyuanVideoTransformer3DModel",),
     stack=(
-        BlockList("transformer_blocks", _STREAMS, _STREAMS),
-        BlockList("single_transformer_blocks", _STREAMS, _STREAMS),
+        BlockList("transformer_blocks", _STREAMS, _STREAMS, modules=("attn", "ff", "ff_context")),
+        BlockList("single_transformer_blocks", _STREAMS, _STREAMS, modules=("proj_out",), idle=("attn", "proj_mlp")),
     ),
     guidance=EMBEDDED,
     vae="kl_causal_3d",
     token_layout="frames, rows, columns, text",
+    layout="BCFHW",
+    modulated=sights.norm1_emb,
 )

@@ -6,7 +6,8 @@ CARD = ModelSpec(
     family="pixart",
     denoisers=("transformer",),
     classes=("PixArtTransformer2DModel",),
-    stack=(BlockList("transformer_blocks", ("hidden_states",), ("hidden_states",)),),
+    stack=(BlockList("transformer_blocks", ("hidden_states",), ("hidden_states",), modules=("attn1", "attn2", "ff")),),
     guidance=BATCHED,
     token_layout="rows, columns",
+    layout="BCHW",
 )

@@ -6,9 +6,10 @@ CARD = ModelSpec(
     family="sana",
     denoisers=("transformer",),
     classes=("SanaTransformer2DModel",),
-    stack=(BlockList("transformer_blocks", ("hidden_states",), ("hidden_states",)),),
+    stack=(BlockList("transformer_blocks", ("hidden_states",), ("hidden_states",), modules=("attn1", "attn2", "ff")),),
     guidance=BATCHED,
     stand_down=("controlnet_block_samples",),
     vae="dc",
     token_layout="rows, columns",
+    layout="BCHW",
 )

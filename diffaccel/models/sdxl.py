@@ -8,5 +8,8 @@ CARD = ModelSpec(
     classes=("UNet2DConditionModel",),
     config=(("addition_embed_type", "text_time"),),
     guidance=BATCHED,
+    batchless=("ip_adapter_masks",),
     no_stack="its denoiser is a U-Net without a stack of transformer blocks",
+    input="sample",
+    layout="BCHW",
 )

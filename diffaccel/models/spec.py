@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 # Guidance forms
 EMBEDDED = "embedded"  # one call a step; guidance is an input (a second call only for true CFG)
@@ -19,12 +23,16 @@ class BlockList:
     `outputs` says which stream each element of the returned tuple is (one name: the bare tensor is returned).
     `joins` is for a list whose one stream is made by the model from several of the list before (FLUX.2 puts text
     and image tokens together before its single blocks): their names, in the order of concatenation along tokens.
+    `modules` are the attention and feed-forward modules whose outputs can be remembered one by one; `idle` those
+    whose outputs matter to nothing else, so that nothing need be remembered of them when `modules` are reused.
     """
 
     attribute: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     joins: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,15 @@ class ModelSpec:
         conditional_first: whether a BATCHED call has its conditional half first (most have it second).
         stand_down: keyword arguments of the denoiser that, when given, change what blocks do or see from
             outside (skipped layers, ControlNet residuals): a block cache steps aside for such a call.
+        batchless: arguments of the denoiser (or keys of its nested dicts) whose tensors have no batch dimension,
+            although their size could be mistaken for one, for running one half of a BATCHED call alone.
         no_stack: why there is no block stack to cache, in words that can end a refusal.
         no_resume: why a paused run cannot be gone on with later (empty: it can), in words that can end a refusal.
+        input: name of the denoiser's main argument, which may also come first in position.
+        layout: how the main argument's axes lie: "BCFHW", "BFCHW", "BCHW", "tokens" ([B, N, C]) or "list" (of CFHW).
+        grid: (args, kwargs) of a denoiser call -> (frames, rows, columns) of its tokens; for the layout "tokens".
+        time_embedding: (denoiser, timesteps [N], projected) -> embeddings [N, ...], the same for every prompt.
+        modulated: (first block, its args, its kwargs) -> its input after the modulated norm, [B, T, C].
         vae: kind of the decoder ("kl", "kl_causal_3d", "dc").
         token_layout: order of the tokens a block sees, for attention masks.
     """
@@ -59,8 +74,14 @@ class ModelSpec:
     guidance: str = TWO_CALLS
     conditional_first: bool = False
     stand_down: tuple[str, ...] = ()
+    batchless: tuple[str, ...] = ()
     no_stack: str = ""
     no_resume: str = ""
+    input: str = "hidden_states"
+    layout: str = "tokens"
+    grid: Callable[[tuple[Any, ...], dict[str, Any]], tuple[int, int, int] | None] | None = None
+    time_embedding: Callable[[torch.nn.Module, torch.Tensor, bool], torch.Tensor] | None = None
+    modulated: Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], torch.Tensor] | None = None
     vae: str = "kl"
     token_layout: str = ""
 

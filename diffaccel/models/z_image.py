@@ -10,10 +10,12 @@ CARD = ModelSpec(
     family="z_image",
     denoisers=("transformer",),
     classes=("ZImageTransformer2DModel",),
-    stack=(BlockList("layers", ("x",), ("x",)),),
+    stack=(BlockList("layers", ("x",), ("x",), modules=("attention", "feed_forward")),),
     stream="x",
     guidance=BATCHED,
     conditional_first=True,
     stand_down=("controlnet_block_samples",),
     token_layout="image, text",
+    input="x",
+    layout="list",
 )

@@ -45,9 +45,15 @@ class Budget:
 def _configs() -> dict[str, dict[str, type[Any]]]:
     from ..caching.methods import METHODS
     from ..compilation.regional import RegionalCompile
+    from ..guidance.reuse import GuidanceReuse
     from ..memory.vae_tiling import VaeTiling
 
-    return {"cache": dict(METHODS), "compile": {"True": RegionalCompile}, "vae_tiling": {"blended": VaeTiling}}
+    return {
+        "cache": dict(METHODS),
+        "compile": {"True": RegionalCompile},
+        "guidance": {"reuse": GuidanceReuse},
+        "vae_tiling": {"blended": VaeTiling},
+    }
 
 
 def parameter_names(place: Place, value: str | bool | None) -> list[str]:

@@ -193,7 +193,9 @@ def _decide(
             f"lossy and unmeasured on this model, but the budget asks for {budget.min_psnr_db:g} dB",
             BudgetError,
         )
-    params = asdict(accelerator) if verdict.ok else {}  # type: ignore[call-overload]
+    # asdict would take nested configs apart; an accelerator that holds some says itself what a plan shows.
+    own = getattr(accelerator, "params", None)
+    params = {} if not verdict.ok else own() if own is not None else asdict(accelerator)  # type: ignore[call-overload]
     item = PlanItem(
         name=name,
         slot=place.slot.value,

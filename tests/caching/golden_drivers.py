@@ -17,7 +17,6 @@ from diffaccel.caching import schedule
 from diffaccel.caching.adaptive import adacache_rate
 from diffaccel.caching.gates import ProbeGate
 from diffaccel.caching.guards import Guards
-from diffaccel.caching.limits import Limits
 from diffaccel.caching.magnitude import MagnitudeGate, magnitude_ratio, nearest_indices
 from diffaccel.caching.policy import Memory, Policy
 from diffaccel.caching.polynomial import PolynomialGate
@@ -76,8 +75,8 @@ def teacache(inputs: Data, params: Data) -> Data:
     gate = PolynomialGate(
         params["threshold"], coefficients=tuple(params["coefficients"]), use_abs=params.get("use_abs", False)
     )
-    limits = Limits(warmup_steps=params.get("first", 1), last_steps=params.get("last", 1))
-    done = loop(Policy(gate, limits=limits), residual, mod)
+    guards = Guards(warmup_steps=params.get("first", 1), last_steps=params.get("last", 1))
+    done = loop(Policy(gate, guards=guards), residual, mod)
     return {
         "hit": done.hits,
         "raw": [_scalar(m.gate.distance) for m in done.memories],
@@ -92,11 +91,11 @@ def dbcache(inputs: Data, params: Data) -> Data:
     most = _cap(params.get("max_cont", -1))
     only_first_block = set(params) <= {"threshold", "Bn", "warmup", "max_cont"} and not params.get("Bn")
     if only_first_block and threshold < 1 and not back.any():
-        guards = Guards(min_steps=0, last_steps=0, warmup_steps=warmup, max_consecutive=most)
+        guards = Guards(warmup_steps=warmup, max_consecutive=most)
         driven = drive(x, front, middle, threshold, guards)
         return {"hit": driven.hits, "rel_l1": driven.gates, "y": driven.y.tolist()}
     mask = params.get("mask")
-    limits = Limits(
+    guards = Guards(
         warmup_steps=warmup,
         max_consecutive=most,
         max_total=_cap(params.get("max_total", -1)),
@@ -106,7 +105,7 @@ def dbcache(inputs: Data, params: Data) -> Data:
     )
     calibrator = params.get("calibrator")
     predictor = Forecast(calibrator["taylor_order"], "ladder") if calibrator else REUSE
-    done = loop(Policy(ProbeGate(threshold), predictor, limits), middle, front)
+    done = loop(Policy(ProbeGate(threshold), predictor, guards), middle, front)
     return {
         "hit": done.hits,
         "rel_l1": [m.value for m in done.memories],
@@ -185,12 +184,12 @@ def seacache(inputs: Data, params: Data) -> Data:
     if inputs.get("layout", "T,H,W,C") != "T,H,W,C":
         raise Mismatch(f"unknown layout {inputs['layout']!r}")
     gate = SpectralGate(params["threshold"], power=params.get("power_exp", 3.0))
-    limits = Limits(
+    guards = Guards(
         warmup_steps=params.get("retention_steps", 0),
         last_steps=params.get("cache_end_steps", 0),
         max_consecutive=params.get("max_consecutive") or None,  # 0 is no cap, as in diffusers
     )
-    policy = Policy(gate, Forecast(params.get("residual_order", 0)), limits)
+    policy = Policy(gate, Forecast(params.get("residual_order", 0)), guards)
     done = loop(policy, residual, latents, inputs["sigma"])
     y = (x + torch.stack(done.used)).tolist()
     return {"hit": done.hits, "accumulated": [m.value for m in done.memories], "y": y}
@@ -205,8 +204,8 @@ def sea_filter_case(inputs: Data, params: Data) -> Data:
 
 def easycache(inputs: Data, params: Data) -> Data:
     x, v = _tensors(inputs, "x", "v")
-    limits = Limits(warmup_steps=params.get("first", 0), last_steps=params.get("last", 0))
-    done = loop(Policy(RateGate(params["threshold"]), limits=limits), v - x, x, outputs=v)
+    guards = Guards(warmup_steps=params.get("first", 0), last_steps=params.get("last", 0))
+    done = loop(Policy(RateGate(params["threshold"]), guards=guards), v - x, x, outputs=v)
     return {
         "hit": done.hits,
         "accumulated": [m.value for m in done.memories],

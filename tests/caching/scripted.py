@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from diffaccel.caching.cache import BlockCache
-from diffaccel.caching.gates import relative_l1
+from diffaccel.caching.build import put_on
+from diffaccel.caching.engine import Recipe
+from diffaccel.caching.gates import ProbeGate
 from diffaccel.caching.guards import Guards
-from diffaccel.caching.predictors import reuse
+from diffaccel.caching.policy import Policy
+from diffaccel.caching.scopes import Stack
 from diffaccel.core.hooks import install_root
 from diffaccel.core.run import Run, running
 from diffaccel.models.spec import BlockList, ModelSpec
@@ -63,12 +65,15 @@ class Driven(NamedTuple):
 
 
 def drive(x: torch.Tensor, front: torch.Tensor, middle: torch.Tensor, threshold: float, guards: Guards) -> Driven:
-    """One loop over x [step, B, T, C] through `BlockCache` on hooked blocks; nothing of the hooks is stubbed."""
+    """One loop over x [step, B, T, C] through the engine on hooked blocks; nothing of the hooks is stubbed."""
     model, owner = Denoiser(front, middle), Owner()
     root = install_root(model, "transformer", owner)
-    cache = BlockCache("cache.first_block", model, root, SPEC, threshold, guards, relative_l1, reuse)
+    engine = put_on(
+        "cache.first_block", model, root, SPEC, Recipe(Policy(ProbeGate(threshold), guards=guards), Stack(1))
+    )
     run = Run(SimpleNamespace(scheduler=None), lambda pipe, k: "cond", owner)
-    run.state[cache.name] = {}
+    run.total = len(x)
+    run.state[engine.name] = {}
     outputs = []
     with running(run), torch.no_grad():
         for t in range(len(x)):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from diffaccel.caching.gates import relative_l1
-from diffaccel.caching.guards import Guards, must_compute, stands_down
-from diffaccel.caching.methods import FirstBlockCache
+from diffaccel.caching.guards import Guards, Tally, rule
+from diffaccel.caching.methods.first_block import FirstBlockCache
+from diffaccel.caching.step import Ruling, Step
 from diffaccel.errors import InvalidOptionError
 
 
@@ -18,16 +19,29 @@ def test_relative_l1() -> None:
 
 
 def test_min_steps() -> None:
-    assert stands_down(Guards(), 9) is None
-    assert "8 steps" in (stands_down(Guards(), 8) or "")
-    assert "unknown" in (stands_down(Guards(), None) or "")
-    assert stands_down(Guards(min_steps=0, last_steps=0), None) is None
+    guards = FirstBlockCache().guards()
+    assert (guards.min_steps, guards.last_steps) == (9, 1)
+    assert guards.stands_down(9) is None
+    assert "8 steps" in (guards.stands_down(8) or "")
+    assert "unknown" in (guards.stands_down(None) or "")
+    assert Guards().stands_down(None) is None
 
 
 def test_last_warmup_and_consecutive() -> None:
-    guards = Guards(min_steps=0, last_steps=2, warmup_steps=3, max_consecutive=2)
-    assert [must_compute(guards, t, 10, 0) for t in range(10)] == [True] * 3 + [False] * 5 + [True] * 2
-    assert [must_compute(guards, 4, 10, n) for n in range(4)] == [False, False, True, True]
+    guards = Guards(last_steps=2, warmup_steps=3, max_consecutive=2)
+    computed = [rule(guards, Tally(), Step(t, 10)) is Ruling.COMPUTE for t in range(10)]
+    assert computed == [True] * 3 + [False] * 5 + [True] * 2
+    computed = [rule(guards, Tally(consecutive=n), Step(4, 10)) is Ruling.COMPUTE for n in range(4)]
+    assert computed == [False, False, True, True]
+
+
+def test_masks_in_every_form() -> None:
+    for mask in ("1101", (True, True, False, True), [0, 1, 3], [0, 1, -1]):
+        assert Guards(mask=mask).fit(4).mask == (True, True, False, True)  # type: ignore[arg-type]
+    assert len(Guards(mask="fast").fit(28).mask or ()) == 28
+    for mask in ("11", (True,), [0, 9]):
+        with pytest.raises(InvalidOptionError):
+            Guards(mask=mask).fit(4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

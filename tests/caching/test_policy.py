@@ -1,4 +1,4 @@
-"""Any gate with any predictor under any limits; and the pure machine against the real hooks."""
+"""Any gate with any predictor under any guards; and the pure machine against the real hooks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from diffaccel.caching import schedule
 from diffaccel.caching.adaptive import RatesGate
 from diffaccel.caching.gates import ProbeGate, SumGate
-from diffaccel.caching.guards import Guards
-from diffaccel.caching.limits import Limits, Tally, rule
+from diffaccel.caching.guards import Guards, Tally, rule
 from diffaccel.caching.magnitude import MagnitudeGate
 from diffaccel.caching.policy import Policy, bytes_held, forecast_error, foresee
 from diffaccel.caching.polynomial import TimePolynomialGate
@@ -63,8 +62,8 @@ PREDICTORS = {
 @pytest.mark.parametrize("gate", sorted(GATES))
 def test_any_gate_with_any_predictor(gate: str, predictor: str) -> None:
     machine, seen = GATES[gate]
-    limits = Limits(warmup_steps=2, last_steps=1, max_consecutive=3)
-    policy = Policy(machine, PREDICTORS[predictor], limits)
+    guards = Guards(warmup_steps=2, last_steps=1, max_consecutive=3)
+    policy = Policy(machine, PREDICTORS[predictor], guards)
     done = loop(policy, VALUES, seen, SIGMAS, outputs=VALUES)
     hits = done.hits
     assert any(hits) and not all(hits[2:-1]) and not (hits[0] or hits[1] or hits[-1])
@@ -88,16 +87,16 @@ def test_forecasting_beats_reuse_on_smooth_features() -> None:
 def test_the_policy_agrees_with_the_hooks(threshold: float, warmup: int, most: int | None) -> None:
     """The block cache that pipelines use, and the pure machine: same hits, same gate values, same outputs."""
     x = smooth(3, 2, 3, 4)
-    driven = drive(x, PROBES, VALUES, threshold, Guards(0, 0, warmup, most))
-    limits = Limits(warmup_steps=warmup, max_consecutive=most)
-    done = loop(Policy(ProbeGate(threshold), limits=limits), VALUES, PROBES)
+    driven = drive(x, PROBES, VALUES, threshold, Guards(warmup_steps=warmup, max_consecutive=most))
+    guards = Guards(warmup_steps=warmup, max_consecutive=most)
+    done = loop(Policy(ProbeGate(threshold), guards=guards), VALUES, PROBES)
     assert driven.hits == done.hits
     assert [m.value for m in done.memories] == [g if g is None else pytest.approx(g) for g in driven.gates]
     assert torch.allclose(driven.y, x + PROBES + torch.stack(done.used), atol=1e-12)
 
 
 def test_nothing_stored_is_always_computed() -> None:
-    policy = Policy(ScheduleGate("10"), limits=Limits(mask=(False, False), policy="static")).fit(2)
+    policy = Policy(ScheduleGate("10"), guards=Guards(mask=(False, False), policy="static")).fit(2)
     assert policy.decide(policy.start(), None, Step(0, 2))[0] is False
 
 
@@ -108,8 +107,8 @@ def test_content_free_gates_are_foreseen() -> None:
         (ScheduleGate(lambda total: schedule.taylorseer(total, 4)), None),
         (TimePolynomialGate(0.2), times),
     ):
-        policy = Policy(gate, limits=Limits(last_steps=1)).fit(TOTAL)
-        ahead = foresee(policy, TOTAL, seen)
+        policy = Policy(gate, guards=Guards(last_steps=1)).fit(TOTAL)
+        ahead = foresee(policy, TOTAL, seen).hits
         assert ahead == loop(policy, VALUES, seen).hits
         assert any(ahead) and not all(ahead)
     with pytest.raises(ValueError, match="not known before the loop"):
@@ -142,7 +141,7 @@ def test_the_history_is_no_longer_than_needed() -> None:
 
 def test_a_byte_cap_lowers_the_order_and_then_turns_the_cache_off() -> None:
     def run(most: int) -> tuple[int, bool]:
-        policy = Policy(ScheduleGate([True] * 4 + [False] * (TOTAL - 4)), Forecast(3), Limits(max_bytes=most))
+        policy = Policy(ScheduleGate([True] * 4 + [False] * (TOTAL - 4)), Forecast(3), Guards(max_bytes=most))
         done = loop(policy, [v.clone() for v in VALUES])
         return len(done.memories[-1].history), any(done.hits)
 
@@ -183,40 +182,40 @@ def test_the_forecast_error_is_known_at_computed_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "tally", "step", "ruling"),
+    ("guards", "tally", "step", "ruling"),
     [
-        (Limits(), Tally(), Step(3), Ruling.FREE),
-        (Limits(warmup_steps=4, mask=(False,) * 9, policy="static"), Tally(), Step(3, 9), Ruling.COMPUTE),
-        (Limits(warmup_steps=4, warmup_interval=2), Tally(), Step(3, 9), Ruling.FREE),
-        (Limits(last_steps=2), Tally(), Step(7, 9), Ruling.COMPUTE),
-        (Limits(last_steps=2), Tally(), Step(6, 9), Ruling.FREE),
-        (Limits(mask=(True, False), policy="static", max_total=0), Tally(), Step(1, 2), Ruling.REUSE),
-        (Limits(mask=(True, False), policy="static"), Tally(), Step(0, 2), Ruling.COMPUTE),
-        (Limits(mask=(True, False), max_total=0), Tally(), Step(1, 2), Ruling.COMPUTE),
-        (Limits(mask=(True, False)), Tally(), Step(1, 2), Ruling.FREE),
-        (Limits(max_consecutive=2), Tally(consecutive=2), Step(3), Ruling.COMPUTE),
-        (Limits(max_total=2), Tally(reused=2), Step(3), Ruling.COMPUTE),
-        (Limits(max_accumulated=0.3), Tally(error=0.3), Step(3), Ruling.COMPUTE),
-        (Limits(max_accumulated=0.3), Tally(error=0.29), Step(3), Ruling.FREE),
-        (Limits(start=0.2, end=0.8), Tally(), Step(1, 10), Ruling.COMPUTE),
-        (Limits(start=0.2, end=0.8), Tally(), Step(2, 10), Ruling.FREE),
-        (Limits(start=0.2, end=0.8), Tally(), Step(8, 10), Ruling.COMPUTE),
-        (Limits(sigma_high=0.9, sigma_low=0.1), Tally(), Step(1, sigma=0.95), Ruling.COMPUTE),
-        (Limits(sigma_high=0.9, sigma_low=0.1), Tally(), Step(1, sigma=0.5), Ruling.FREE),
-        (Limits(sigma_high=0.9, sigma_low=0.1), Tally(), Step(1, sigma=0.05), Ruling.COMPUTE),
+        (Guards(), Tally(), Step(3), Ruling.FREE),
+        (Guards(warmup_steps=4, mask=(False,) * 9, policy="static"), Tally(), Step(3, 9), Ruling.COMPUTE),
+        (Guards(warmup_steps=4, warmup_interval=2), Tally(), Step(3, 9), Ruling.FREE),
+        (Guards(last_steps=2), Tally(), Step(7, 9), Ruling.COMPUTE),
+        (Guards(last_steps=2), Tally(), Step(6, 9), Ruling.FREE),
+        (Guards(mask=(True, False), policy="static", max_total=0), Tally(), Step(1, 2), Ruling.REUSE),
+        (Guards(mask=(True, False), policy="static"), Tally(), Step(0, 2), Ruling.COMPUTE),
+        (Guards(mask=(True, False), max_total=0), Tally(), Step(1, 2), Ruling.COMPUTE),
+        (Guards(mask=(True, False)), Tally(), Step(1, 2), Ruling.FREE),
+        (Guards(max_consecutive=2), Tally(consecutive=2), Step(3), Ruling.COMPUTE),
+        (Guards(max_total=2), Tally(reused=2), Step(3), Ruling.COMPUTE),
+        (Guards(max_accumulated=0.3), Tally(error=0.3), Step(3), Ruling.COMPUTE),
+        (Guards(max_accumulated=0.3), Tally(error=0.29), Step(3), Ruling.FREE),
+        (Guards(start=0.2, end=0.8), Tally(), Step(1, 10), Ruling.COMPUTE),
+        (Guards(start=0.2, end=0.8), Tally(), Step(2, 10), Ruling.FREE),
+        (Guards(start=0.2, end=0.8), Tally(), Step(8, 10), Ruling.COMPUTE),
+        (Guards(sigma_high=0.9, sigma_low=0.1), Tally(), Step(1, sigma=0.95), Ruling.COMPUTE),
+        (Guards(sigma_high=0.9, sigma_low=0.1), Tally(), Step(1, sigma=0.5), Ruling.FREE),
+        (Guards(sigma_high=0.9, sigma_low=0.1), Tally(), Step(1, sigma=0.05), Ruling.COMPUTE),
     ],
 )
-def test_limits(limits: Limits, tally: Tally, step: Step, ruling: Ruling) -> None:
-    assert rule(limits, tally, step) is ruling
+def test_guards(guards: Guards, tally: Tally, step: Step, ruling: Ruling) -> None:
+    assert rule(guards, tally, step) is ruling
 
 
-def test_limits_that_do_not_fit_the_loop_are_refused() -> None:
+def test_guards_that_do_not_fit_the_loop_are_refused() -> None:
     with pytest.raises(InvalidOptionError, match="mask has 3 entries, and the loop has 4 steps"):
-        Policy(ProbeGate(0.1), limits=Limits(mask=(True,) * 3)).fit(4)
+        Policy(ProbeGate(0.1), guards=Guards(mask=(True,) * 3)).fit(4)
     with pytest.raises(InvalidOptionError, match="number of steps"):
-        Policy(ProbeGate(0.1), limits=Limits(last_steps=1)).fit(None)
+        Policy(ProbeGate(0.1), guards=Guards(last_steps=1)).fit(None)
     with pytest.raises(InvalidOptionError, match="noise levels"):
-        rule(Limits(sigma_low=0.1), Tally(), Step(1))
+        rule(Guards(sigma_low=0.1), Tally(), Step(1))
     for options in ({"warmup_steps": -1}, {"max_total": 1.5}, {"policy": "dinamic"}, {"start": 0.9, "end": 0.1}):
         with pytest.raises(InvalidOptionError):
-            Limits(**options)  # type: ignore[arg-type]
+            Guards(**options)  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ def test_schedules_for_other_numbers() -> None:
         schedule.fora(0, 2)
 
 
-def test_the_gate_follows_limits_first() -> None:
+def test_the_gate_follows_guards_first() -> None:
     gate = ScheduleGate(lambda total: schedule.fora(total, 2)).fit(6)
     state = gate.start()
     assert [gate.decide(state, None, Step(t, 6))[0] for t in range(6)] == [False, True, False, True, False, False]

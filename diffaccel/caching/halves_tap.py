@@ -1,0 +1,57 @@
+"""The tap of the scope `Halves` (Delta-DiT): the residual of one half of the stack is reused, early the rear one's."""
+
+from __future__ import annotations
+
+import torch
+
+from ..core.run import Call
+from .engine import Engine
+from .scopes import Halves
+from .stack_tap import StackTap, blocks_of
+
+
+class HalvesTap:
+    """Two ranges of blocks, both remembered at every computed step, one of which is skipped at a reused step."""
+
+    def __init__(self, engine: Engine, scope: Halves) -> None:
+        self.engine, self.scope = engine, scope
+        count = len(blocks_of(engine.module, engine.spec))
+        middle = count // 2
+        self.front = StackTap(engine, 0, middle)
+        streams = len(self.front.reads)
+        self.front.part, self.front.sink = slice(0, streams), self._keep
+        try:
+            self.rear = StackTap(engine, middle, count, label=".rear", part=slice(streams, None))
+        except BaseException:
+            self.front.undo()
+            raise
+        self.rear.sink = self._store
+        self.kept: tuple[torch.Tensor, ...] = ()
+
+    def _keep(self, values: tuple[torch.Tensor, ...]) -> None:
+        self.kept = values
+
+    def _store(self, values: tuple[torch.Tensor, ...]) -> None:
+        self.engine.store((*self.kept, *values))
+
+    def skip(self) -> None:
+        """Stand in for the rear half before the switch, for the front half from it on."""
+        step = self.engine.step
+        assert step.total is not None
+        (self.rear if step.index < self.scope.switch * step.total else self.front).skip()
+
+    def release(self, call: Call) -> None:
+        """Give the blocks their forwards back."""
+        self.kept = ()
+        self.front.release(call)
+        self.rear.release(call)
+
+    def relink(self) -> None:
+        """Put back what others dropped since the last run; stay outermost."""
+        self.front.relink()
+        self.rear.relink()
+
+    def undo(self) -> None:
+        """Leave the model as it was found."""
+        self.rear.undo()
+        self.front.undo()

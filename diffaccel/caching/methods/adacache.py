@@ -1,0 +1,47 @@
+"""AdaCache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...core.accelerator import Target
+from ..adaptive import CODEBOOK_30_FAST, RatesGate
+from ..engine import Recipe
+from ..policy import Policy
+from ..scopes import Stack
+from .base import Extrapolating
+
+
+@dataclass(frozen=True)
+class AdaCache(Extrapolating):
+    """Each computed step's change sets how many steps pass until the next one is computed.
+
+    The change watched is that of the stack's residual (the paper watches the attention of one middle block; its motion
+    term is not part of this). Source: AdaCache (arXiv 2411.02397); code books are published for Open-Sora only, so
+    those here are starting points and not calibrated for any model of diffusers.
+
+    Attributes:
+        codebook: relative change per step below the key -> steps until the next computed one.
+    """
+
+    codebook: Mapping[float, int] | None = None
+
+    name: ClassVar[str] = "cache.adacache"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._gate()
+
+    def _gate(self) -> RatesGate:
+        book = CODEBOOK_30_FAST if self.codebook is None else self.codebook
+        return RatesGate(tuple((float(bound), rate) for bound, rate in book.items()))
+
+    def recipe(self, target: Target) -> Recipe:
+        """The gate on the stack's residual."""
+        return Recipe(Policy(self._gate(), self.forecast(), self.guards()), Stack(0))
+
+    def describe(self, recipe: Recipe, target: Target) -> str:
+        """What decides."""
+        return "the last computed step's change decides how many steps are left out"

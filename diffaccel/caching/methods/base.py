@@ -1,0 +1,229 @@
+"""What all step caches share: guards, check, prediction and attachment. A method adds its recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
+from ...core.compat import native_cache, unwrap_module
+from ...core.run import Run
+from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, UnsupportedModelError, unknown
+from ..build import blocks_left_out, put_on, unfit
+from ..engine import BRANCHES, Engine, Recipe, per_sample
+from ..guards import Guards
+from ..predictors import Forecast
+from ..scopes import Denoiser, Modules, Scope, Stack
+from ..stack_tap import blocks_of
+
+SCOPES: dict[str, Scope] = {"denoiser": Denoiser(), "modules": Modules(), "stack": Stack(0)}
+
+
+def counted(cache: StepCache, target: Target) -> int:
+    """How many blocks the main denoiser has."""
+    return len(blocks_of(unwrap_module(cache.main(target)), target.spec))
+
+
+def checkpoint(target: Target) -> str | None:
+    """The name under which the pipeline's weights are known (the tables are keyed by it), or None."""
+    pipe = target.pipe
+    sources = (pipe, *(getattr(pipe, name, None) for name in target.spec.denoisers))
+    names = (getattr(getattr(source, "config", None), "_name_or_path", None) for source in sources)
+    return next((name for name in names if name), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCache:
+    """Base of all step caches. The fields below are parameters of every one of them.
+
+    Attributes:
+        min_steps: loops with fewer steps are computed in full (few-step models have no redundancy to use).
+        warmup_steps: so many steps at the start are always computed (the first one always is).
+        last_steps: so many steps at the end are always computed.
+        max_consecutive: at most so many reused steps in a row; None: no limit.
+        max_total: at most so many reused steps in a loop; None: no limit.
+        start, end: shares of the loop between which a reuse is allowed.
+        max_bytes: what one guidance branch may hold; None: no limit.
+        branches: "each" guidance branch decides for itself, or the "first" of a step (the conditional one) for all.
+        per_sample: in a batch, the sample that changed most decides, rather than the mean.
+        float32: remember tensors in float32 rather than in the model's own dtype (doubles the memory of bf16).
+    """
+
+    min_steps: int = 9
+    warmup_steps: int = 0
+    last_steps: int = 1
+    max_consecutive: int | None = None
+    max_total: int | None = None
+    start: float = 0.0
+    end: float = 1.0
+    max_bytes: int | None = None
+    branches: str = "each"
+    per_sample: bool = False
+    float32: bool = False
+
+    name: ClassVar[str]
+    slot: ClassVar[Slot] = Slot.CALL
+    fidelity: ClassVar[Fidelity] = Fidelity.LOSSY
+
+    def __post_init__(self) -> None:
+        if self.branches not in BRANCHES:
+            raise unknown("branches", str(self.branches), BRANCHES)
+        for name in ("per_sample", "float32"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidOptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self.guards()
+
+    def guards(self, **more: Any) -> Guards:
+        """The guards, validated; `more` are further ones, or take the place of these."""
+        fields = (
+            "min_steps",
+            "warmup_steps",
+            "last_steps",
+            "max_consecutive",
+            "max_total",
+            "start",
+            "end",
+            "max_bytes",
+        )
+        return Guards(**{**{name: getattr(self, name) for name in fields}, **more})
+
+    def recipe(self, target: Target) -> Recipe:
+        """Gate, predictor, guards and scope on this target; raises where the target lacks what the method needs."""
+        raise NotImplementedError
+
+    def off(self) -> str | None:
+        """Why these parameters turn the cache off, or None."""
+        return "threshold 0: every step is computed" if getattr(self, "threshold", None) == 0 else None
+
+    def describe(self, recipe: Recipe, target: Target) -> str:
+        """One clause for the plan: what decides about what."""
+        left_out = len(blocks_left_out(recipe, unwrap_module(self.main(target)), target.spec))
+        return f"{type(recipe.policy.gate).__name__} decides about {left_out} module(s)"
+
+    def full_recipe(self, target: Target) -> Recipe:
+        """The recipe with the parameters that all methods share."""
+        recipe = replace(self.recipe(target), branches=self.branches, float32=self.float32)
+        return per_sample(recipe) if self.per_sample else recipe
+
+    # ---- the spine of a lever --------------------------------------------------------------------------
+
+    @staticmethod
+    def _denoisers(target: Target) -> Iterator[tuple[str, torch.nn.Module]]:
+        for component in target.spec.denoisers:
+            module = getattr(target.pipe, component, None)
+            if module is not None:
+                yield component, module
+
+    def main(self, target: Target) -> torch.nn.Module:
+        """The main denoiser."""
+        return next(module for _, module in self._denoisers(target))
+
+    def check(self, target: Target) -> Verdict:
+        """Needs a denoiser that the recipe can act on, and no other cache on it."""
+        try:
+            recipe = self.full_recipe(target)
+        except InvalidOptionError:
+            raise
+        except DiffaccelError as error:
+            return Verdict.no(str(error), type(error))
+        for component, module in self._denoisers(target):
+            other = native_cache(module)
+            if other is not None:
+                return Verdict.refuse(
+                    f"diffusers' own cache ({other}) is on {component}: call pipe.{component}.disable_cache() first",
+                    IncompatibleError,
+                )
+            reason = unfit(recipe, unwrap_module(module), target.spec)
+            if reason is not None:
+                return Verdict.no(f"{component}: {reason}" if len(target.spec.denoisers) > 1 else reason)
+        if not target.spec.denoisers:
+            return Verdict.no(f"{target.spec.family}: {target.spec.no_stack}", UnsupportedModelError)
+        off = self.off()
+        if off is not None:
+            return Verdict.yes(off)
+        down = f"; runs of fewer than {self.min_steps} steps are computed in full" if self.min_steps else ""
+        return Verdict.yes(f"{self.describe(recipe, target)}{down}")
+
+    def predict(self, target: Target) -> Mapping[str, Any]:
+        """Share of the denoiser's parameters that a reused step does not touch (counted on the model)."""
+        module = unwrap_module(self.main(target))
+        total = sum(p.numel() for p in module.parameters())
+        blocks = [block for block, _ in blocks_of(module, target.spec)]
+        if self.off() is not None:
+            return {"blocks_skipped": f"0 of {len(blocks)}", "origin": "computed"}
+        left_out = blocks_left_out(self.full_recipe(target), module, target.spec)
+        skipped = sum(p.numel() for part in left_out for p in part.parameters())
+        share: dict[str, Any] = {"parameters_skipped": round(skipped / total, 3), "origin": "computed"}
+        count = sum(part in blocks for part in left_out)
+        return {"blocks_skipped": f"{count} of {len(blocks)}", **share} if count else share
+
+    def attach(self, target: Target, site: Site) -> Edit:
+        """Hook every denoiser."""
+        engines: list[Engine] = []
+        off = self.off() is not None
+
+        def undo() -> None:
+            for engine in reversed(engines):
+                engine.undo()
+
+        try:
+            recipe = self.full_recipe(target)
+            for component, root in site.roots.items():
+                module = unwrap_module(getattr(target.pipe, component))
+                engines.append(put_on(self.name, module, root, target.spec, recipe))
+        except BaseException:
+            undo()
+            raise
+
+        def begin_run(run: Run) -> None:
+            if not off:
+                run.state[self.name] = {}
+
+        def end_run(run: Run) -> None:
+            for engine in engines:
+                engine.end_run()
+
+        def relink() -> None:
+            for engine in engines:
+                engine.tap.relink()
+
+        def stats(run: Run) -> dict[str, Any]:
+            return {"hit_rate": round(run.hits / len(run.calls), 4) if run.calls else 0.0}
+
+        return Edit(
+            self.name,
+            undo,
+            begin_run=begin_run,
+            end_run=end_run,
+            relink=relink,
+            bytes_held=lambda run: sum(engine.bytes_held() for engine in engines),
+            stats=stats,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extrapolating(StepCache):
+    """A step cache whose reuse may be a forecast.
+
+    Attributes:
+        order: 0 reuses the last computed step as it is, 1 to 3 extrapolate the last order + 1 computed steps.
+        basis: "newton" (divided differences, exact on polynomials), "ladder" (as TaylorSeer publishes it), "hermite".
+        coordinate: "step", "timestep" or "sigma": the axis along which features are extrapolated.
+        max_gain: the order is lowered where old errors would be amplified by more than this; None: never.
+    """
+
+    order: int = 0
+    basis: str = "newton"
+    coordinate: str = "step"
+    max_gain: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.forecast()
+
+    def forecast(self) -> Forecast:
+        """The predictor, validated."""
+        return Forecast(self.order, self.basis, self.coordinate, self.max_gain)

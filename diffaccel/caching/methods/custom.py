@@ -1,0 +1,70 @@
+"""Any gate with any predictor under any guards in any scope."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar
+
+from ...core.accelerator import Target
+from ...errors import InvalidOptionError
+from ..engine import Recipe
+from ..gates import Gate
+from ..guards import Guards
+from ..policy import Policy, Predictor
+from ..predictors import REUSE
+from ..scopes import BEHIND_FIRST_BLOCK, Scope
+from .base import StepCache
+
+
+@dataclass(frozen=True)
+class CustomCache(StepCache):
+    """A step cache put together from its parts: `enable_cache(gate=..., predictor=..., guard=..., scope=...)`.
+
+    Attributes:
+        gate: a gate of `diffaccel.caching` (ProbeGate, PolynomialGate, MagnitudeGate, SpectralGate, RateGate,
+            ProbeSumGate, ScheduleGate, RatesGate), or a `Gate` of your own.
+        predictor: a `Forecast` or `ProbeAligned`; reuse as it is unless told.
+        guard: `Guards`, which take the place of min_steps, warmup_steps and the like.
+        scope: Stack(front, back), Denoiser(), Modules() or Halves(); behind the first block unless told.
+        process_group: members of `torch.distributed` that must decide alike.
+    """
+
+    gate: Gate[Any] | None = None
+    predictor: Predictor = REUSE
+    guard: Guards | None = None
+    scope: Scope = BEHIND_FIRST_BLOCK
+    process_group: Any = None
+
+    name: ClassVar[str] = "cache.custom"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, kind in (("gate", Gate), ("guard", Guards), ("scope", Scope)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (name == "guard" and value is None):
+                raise InvalidOptionError(f"{name} must be one of diffaccel.caching's, got {value!r}")
+        if not hasattr(self.predictor, "predict"):
+            raise InvalidOptionError(f"predictor must be one of diffaccel.caching's, got {self.predictor!r}")
+
+    def off(self) -> str | None:
+        """A gate's threshold of 0 turns it off."""
+        return "threshold 0: every step is computed" if getattr(self.gate, "threshold", None) == 0 else None
+
+    def recipe(self, target: Target) -> Recipe:
+        """As given."""
+        assert self.gate is not None
+        guards = self.guards() if self.guard is None else self.guard
+        return Recipe(Policy(self.gate, self.predictor, guards), self.scope, process_group=self.process_group)
+
+    def describe(self, recipe: Recipe, target: Target) -> str:
+        """The parts, by name."""
+        parts = (self.gate, self.predictor, self.scope)
+        return " + ".join(type(part).__name__ for part in parts)
+
+    def params(self) -> dict[str, Any]:
+        """The parts in words: a plan with this item cannot be read back from a file."""
+        shown = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        return {
+            name: repr(value) if is_dataclass(value) or name == "process_group" else value
+            for name, value in shown.items()
+        }

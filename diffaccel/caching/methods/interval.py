@@ -1,0 +1,51 @@
+"""Reuse at a uniform interval (FORA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from ...core.accelerator import Target
+from ...errors import unknown
+from .. import schedule
+from ..engine import Recipe
+from ..policy import Policy
+from ..schedule import ScheduleGate
+from .base import SCOPES, Extrapolating
+
+
+@dataclass(frozen=True)
+class IntervalCache(Extrapolating):
+    """Compute every `interval`-th step and the last one; between them reuse what the modules said.
+
+    Source: FORA (arXiv 2407.01425), which reuses the outputs of attention and feed-forward modules.
+
+    Attributes:
+        interval: steps from one computed step to the next; 1: every step.
+        scope: "modules" (FORA), "stack" (the residual of all blocks) or "denoiser" (its output).
+    """
+
+    interval: int = 2
+    scope: str = "modules"
+
+    name: ClassVar[str] = "cache.interval"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        schedule.fora(1, self.interval)
+        if self.scope not in SCOPES:
+            raise unknown("scope", str(self.scope), SCOPES)
+
+    def off(self) -> str | None:
+        """An interval of 1 computes everything."""
+        return "interval 1: every step is computed" if self.interval == 1 else None
+
+    def recipe(self, target: Target) -> Recipe:
+        """A static schedule."""
+        gate = ScheduleGate(partial(schedule.fora, interval=self.interval))
+        return Recipe(Policy(gate, self.forecast(), self.guards()), SCOPES[self.scope])
+
+    def describe(self, recipe: Recipe, target: Target) -> str:
+        """Which steps, of what."""
+        return f"{self.scope}: one step of {self.interval} is computed; steps are known before the loop"
