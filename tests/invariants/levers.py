@@ -11,9 +11,10 @@ import torch
 from diffaccel import accelerate, attach
 from tests import tiny
 
-LEVERS = ("cache", "attention", "both", "attach")
+LEVERS = ("cache", "attention", "guidance", "both", "attach")
 CACHES = tiny.TRANSFORMERS  # families on which the first-block cache acts
 ATTENTION = ("flux", "wan")  # families whose processors obey an attention backend
+GUIDANCE = ("wan", "wan22", "wan_v2v", "sd3", "sdxl")  # families whose standard call has a second guidance branch
 CACHE_ITEM = "cache.first_block"
 BACKEND = "flex"  # a backend whose results differ from the default's in their last bits
 
@@ -45,6 +46,12 @@ def cache_options(family: str, **changes: Any) -> dict[str, Any]:
     return options | changes
 
 
+def guidance_options(**changes: Any) -> dict[str, Any]:
+    """Overrides that leave the unconditional branch out of every second step, with no guard in the way."""
+    options = {"guidance": "reuse", "guidance_interval": 2, "guidance_first_steps": 1}
+    return options | {"guidance_min_steps": 0, "guidance_last_steps": 0} | changes
+
+
 def lever_options(family: str, lever: str) -> dict[str, Any]:
     """The overrides of a lever."""
     options: dict[str, Any] = {}
@@ -52,6 +59,8 @@ def lever_options(family: str, lever: str) -> dict[str, Any]:
         options |= cache_options(family)
     if lever in ("attention", "both"):
         options |= {"attention": BACKEND}
+    if lever == "guidance":
+        options |= guidance_options()
     return options
 
 
@@ -71,7 +80,8 @@ def is_exact(family: str, lever: str) -> bool:
     """Whether the lever cannot change the output of the family: it does not act there."""
     caches = lever in ("cache", "both") and family in CACHES
     attends = lever in ("attention", "both") and family in ATTENTION
-    return not (caches or attends)
+    guides = lever == "guidance" and family in GUIDANCE
+    return not (caches or attends or guides)
 
 
 _memo: dict[str, Any] = {}
