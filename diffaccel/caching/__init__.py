@@ -1,7 +1,7 @@
 """Step caches: gates, predictors, guards and scopes, and the engine that runs any combination of them.
 
-    from diffaccel.caching import Forecast, Guards, ProbeGate, Stack
-    pipe.enable_cache(gate=ProbeGate(0.1), predictor=Forecast(order=1), guard=Guards(warmup_steps=4), scope=Stack(1))
+from diffaccel.caching import Forecast, Guards, ProbeGate, Stack
+pipe.enable_cache(gate=ProbeGate(0.1), predictor=Forecast(order=1), guard=Guards(warmup_steps=4), scope=Stack(1))
 """
 
 from .adaptive import RatesGate

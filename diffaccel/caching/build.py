@@ -11,9 +11,10 @@ from .engine import Engine, Recipe, Tap
 from .gates import MODULATED, PAIR, PROBE
 from .halves_tap import HalvesTap
 from .module_tap import ModuleTap, modules_of
-from .scopes import Denoiser, Halves, Modules, Stack
+from .scopes import Deep, Denoiser, Halves, Modules, Stack
 from .sights import blind
 from .stack_tap import StackTap, blocks_of
+from .unet_tap import UNetTap, parts_left_out, unfit_unet
 
 IN_BLOCKS = (PROBE, PAIR, MODULATED)
 
@@ -25,8 +26,13 @@ def unfit(recipe: Recipe, module: torch.nn.Module, spec: ModelSpec) -> str | Non
     if sightless is not None:
         return sightless
     in_blocks = gate.observes in IN_BLOCKS
+    if isinstance(scope, Denoiser) and scope.correct > recipe.policy.predictor.depth:
+        return f"correct={scope.correct} needs a forecast of order {scope.correct - 1} or more"
     if isinstance(scope, Denoiser) and not in_blocks:
         return None
+    if isinstance(scope, Deep):
+        looks = f"a gate that looks at blocks cannot decide here: {spec.no_stack}" if in_blocks else None
+        return unfit_unet(scope, module, spec) or looks
     if not spec.stack:
         return f"{spec.family}: {spec.no_stack}"
     count = len(blocks_of(module, spec))
@@ -55,6 +61,8 @@ def blocks_left_out(recipe: Recipe, module: torch.nn.Module, spec: ModelSpec) ->
     scope = recipe.scope
     if isinstance(scope, Denoiser) and scope.front == 0:
         return [module]
+    if isinstance(scope, Deep):
+        return [] if spec.unet is None else [part.module for part in parts_left_out(module, spec.unet, scope.branch)]
     blocks = blocks_of(module, spec)
     if isinstance(scope, Halves):
         return [block for block, _ in blocks[len(blocks) // 2 :]]
@@ -80,5 +88,7 @@ def _tap(engine: Engine) -> Tap:
         return ModuleTap(engine, scope)
     if isinstance(scope, Halves):
         return HalvesTap(engine, scope)
+    if isinstance(scope, Deep):
+        return UNetTap(engine, scope)
     count = len(blocks_of(engine.module, engine.spec))
     return StackTap(engine, scope.front, count - scope.back)

@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 
+from ..core.clock import euler_lengths
 from ..core.compat import leaves
 from ..core.run import Call
+from .correction import corrected
 from .engine import Engine
+from .predictors import Forecast, Sample
 from .scopes import Denoiser
 from .sights import as_tensor, leading
 from .stack_tap import StackTap, blocks_of
+from .step import coordinate
 
 
 class DenoiserTap:
@@ -28,10 +32,38 @@ class DenoiserTap:
             count = len(blocks_of(engine.module, engine.spec))
             self.watch = StackTap(engine, scope.front, count, watch=True)
 
+    def compute(self) -> None:
+        """The call is computed; with `correct`, its output will make good what forecasts before it missed."""
+        branch, call = self.engine.branch, self.engine.call
+        assert branch is not None and call is not None
+        if self.scope.correct and branch.missed:
+            outer = call.finish
+            call.finish = self._correct if outer is None else (lambda output: outer(self._correct(output)))
+
+    def _correct(self, output: Any) -> Any:
+        engine, branch = self.engine, self.engine.branch
+        assert branch is not None and engine.call is not None
+        run, missed, forecast = engine.call.run, branch.missed, branch.policy.predictor
+        lengths = euler_lengths(run.scheduler, run.schedule()[1])
+        if lengths is None or not isinstance(forecast, Forecast):
+            name = type(run.scheduler).__name__
+            run.note(f"{engine.name} left out its correction: {name} does not simply add the denoiser's output")
+            return output
+        tensors, repack = leaves(output)
+        now = Sample(coordinate(engine.step, forecast.coordinate), tuple(tensors))
+        spans = {at: lengths[index] for index, at in missed}
+        return repack(
+            corrected(branch.memory.history, now, spans, lengths[engine.step.index], forecast, self.scope.correct)
+        )
+
     def skip(self) -> None:
         """Answer the call with the forecast."""
-        call = self.engine.call
-        assert call is not None
+        call, branch = self.engine.call, self.engine.branch
+        assert call is not None and branch is not None
+        if self.scope.correct:
+            step = self.engine.step
+            at = coordinate(step, branch.policy.predictor.coordinate)
+            branch.missed = (*branch.missed, (step.index, at))
         if self.watch is None or self.watch.x is None:
             call.answer = self._answer()
         else:
@@ -44,12 +76,12 @@ class DenoiserTap:
         branch = self.engine.branch
         assert branch is not None
         forecast = list(self.engine.forecast())
-        repack, residual = branch.template
+        repack, residual, dtypes = branch.template
         if residual:
             base = leading(as_tensor(self.engine.main), forecast[0])
             assert base is not None
-            forecast[0] = (base + forecast[0]).to(base.dtype)
-        return repack(forecast)
+            forecast[0] = base + forecast[0]
+        return repack([value.to(dtype) for value, dtype in zip(forecast, dtypes, strict=True)])
 
     def release(self, call: Call) -> None:
         """Remember a computed output."""
@@ -60,12 +92,14 @@ class DenoiserTap:
         if not engine.computing or call.output is None or branch is None:
             return
         tensors, repack = leaves(call.output)
+        dtypes = [tensor.dtype for tensor in tensors]  # what is remembered may be wider
         base = None
         if self.scope.residual and len(tensors) == 1 and isinstance(main, torch.Tensor):
             base = leading(main, tensors[0])
         if base is not None:
             tensors = [tensors[0] - base]
-        branch.template = (repack, base is not None)
+        branch.missed = ()
+        branch.template = (repack, base is not None, dtypes)
         engine.store(tuple(tensors))
 
     def relink(self) -> None:

@@ -18,8 +18,8 @@ from ..core.hooks import RootHook
 from ..core.run import Call, Run
 from ..models.spec import ModelSpec
 from .gates import GRID, INPUT, NOTHING, OUTPUT, TIME
-from .policy import ALL, Foreseen, Memory, Policy, bytes_held, forecast_error, foresee, new_memory
-from .scopes import BEHIND_FIRST_BLOCK, Scope
+from .policy import ALL, Foreseen, Memory, Policy, bytes_held, forecast_error, foresee, half_of, new_memory
+from .scopes import BEHIND_FIRST_BLOCK, Denoiser, Scope
 from .sights import Sights
 from .step import Step
 
@@ -49,7 +49,9 @@ class Recipe:
 class Branch:
     """One guidance branch of one denoiser in one loop."""
 
-    __slots__ = ("bytes", "foreseen", "form", "loop", "memory", "policy", "scheduled", "sights", "template")
+    __slots__ = (
+        "bytes", "foreseen", "form", "loop", "memory", "missed", "policy", "scheduled", "sights", "template",
+    )  # fmt: skip
 
     def __init__(self, loop: int, form: tuple[Any, ...]) -> None:
         self.loop, self.form = loop, form  # a branch is begun anew when either changes
@@ -57,6 +59,7 @@ class Branch:
         self.scheduled = False  # whether the policy wants noise levels or timesteps
         self.template: Any = None  # structure of the denoiser's output, for the scope that answers in its stead
         self.foreseen: Foreseen | None = None
+        self.missed: tuple[tuple[int, float], ...] = ()  # (index, coordinate) of reused steps since a computed one
         self.policy: Policy
         self.sights: Sights
         self.memory: Memory
@@ -67,6 +70,9 @@ class Tap(Protocol):
 
     def skip(self) -> None:
         """The call is a reuse: leave the scope's modules out of it, and use `engine.forecast()` instead."""
+
+    def compute(self) -> None:
+        """The call is computed (asked of the scope `Denoiser` with `correct` only)."""
 
     def release(self, call: Call) -> None:
         """The call is over: put everything back."""
@@ -86,6 +92,7 @@ class Engine:
     def __init__(self, name: str, module: torch.nn.Module, root: RootHook, spec: ModelSpec, recipe: Recipe) -> None:
         self.name, self.module, self.root, self.spec, self.recipe = name, module, root, spec, recipe
         self.at_root = recipe.policy.gate.observes in AT_ROOT
+        self.corrects = isinstance(recipe.scope, Denoiser) and recipe.scope.correct > 0
         self.branch: Branch | None = None  # of the call in progress, None where the cache keeps out of it
         self.call: Call | None = None
         self.step: Step
@@ -160,8 +167,8 @@ class Engine:
         """State for a branch in a loop, with the policy fitted to it and, for static gates, all of it decided."""
         run, branch = call.run, Branch(call.loop, form)
         policy = self.recipe.policy
-        branch.scheduled = policy.reads_schedule
-        sigmas = tuple(run.schedule()[1]) or None if branch.scheduled else None
+        branch.scheduled = policy.reads_schedule or self.corrects
+        sigmas = self._sigmas(run)
         branch.policy = policy = policy.fit(run.total, call.branch, sigmas, run.begin)
         branch.memory = policy.start()
         branch.sights = Sights(self.spec, self.module, policy.gate)
@@ -173,6 +180,10 @@ class Engine:
         if policy.static and run.total is not None:
             branch.foreseen = foresee(policy, run.total, branch.sights.times, sigmas or ())
         return branch
+
+    def _sigmas(self, run: Run) -> tuple[float, ...] | None:
+        scheduled = self.recipe.policy.reads_schedule or self.corrects
+        return (tuple(run.schedule()[1]) or None) if scheduled else None
 
     def _step(self, call: Call) -> Step:
         run = call.run
@@ -212,6 +223,8 @@ class Engine:
             self.tap.skip()
         else:
             self.computing = True
+            if self.corrects:
+                self.tap.compute()
 
     def forecast(self, part: slice = ALL) -> tuple[torch.Tensor, ...]:
         """What the skipped part would have said at this step, per stream (of `part` of them)."""
@@ -232,8 +245,11 @@ class Engine:
         output = values[0] if policy.gate.observes == OUTPUT else None
         branch.memory = policy.store(before, self.step, values, self.seen, output)
         if len(branch.memory.history) != len(before.history) or not branch.bytes:
-            branch.bytes = bytes_held(branch.memory)
-            call.run.hold(self.name, sum(state.bytes for state in call.run.state[self.name].values()))
+            self._weigh(branch, call)
+
+    def _weigh(self, branch: Branch, call: Call) -> None:
+        branch.bytes = bytes_held(branch.memory)
+        call.run.hold(self.name, bytes_held(*[state.memory for state in call.run.state[self.name].values()]))
 
     def end_call(self, call: Call) -> None:
         """The denoiser returned or raised."""
@@ -242,12 +258,30 @@ class Engine:
             return
         try:
             self.tap.release(call)
-            if self.computing and call.output is not None and branch.policy.gate.observes == INPUT:
-                output = branch.sights.output(call.output)
-                branch.memory = branch.policy.record(branch.memory, self.step, self.seen, output)
+            if branch.policy.gate.observes == INPUT and call.output is not None:
+                if self.computing:
+                    output = branch.sights.output(call.output)
+                    branch.memory = branch.policy.record(branch.memory, self.step, self.seen, output)
+                if branch.memory.tally.consecutive < 2:  # what such a gate keeps grows behind a computed step
+                    self._weigh(branch, call)
+            if call.half is not None and call.output is not None and isinstance(self.main, torch.Tensor):
+                self._mirror(branch, call, *call.half)
         finally:
             self.branch = self.call = self.main = self.seen = None
             self.open = self.computing = False
+
+    def _mirror(self, branch: Branch, call: Call, name: str, half: slice) -> None:
+        """A doubled batch was run: what its half remembers is what calls on that half alone go on from."""
+        rows, key = len(self.main), (call.component, name)
+        shape, *rest = branch.form
+        form = (torch.Size((half.stop - half.start, *shape[1:])), *rest)
+        states = call.run.state[self.name]
+        other = states.get(key)
+        if other is None or other.loop != branch.loop or other.form != form:
+            other = states[key] = Branch(branch.loop, form)
+            other.policy = self.recipe.policy.fit(call.run.total, name, self._sigmas(call.run), call.run.begin)
+            other.sights, other.foreseen, other.scheduled = branch.sights, branch.foreseen, branch.scheduled
+        other.memory, other.template, other.missed = half_of(branch.memory, rows, half), branch.template, branch.missed
 
     # ---- life ------------------------------------------------------------------------------------------
 

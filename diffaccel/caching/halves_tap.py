@@ -17,14 +17,18 @@ class HalvesTap:
         self.engine, self.scope = engine, scope
         count = len(blocks_of(engine.module, engine.spec))
         middle = count // 2
-        self.front = StackTap(engine, 0, middle)
-        streams = len(self.front.reads)
-        self.front.part, self.front.sink = slice(0, streams), self._keep
+        # The ranges meet at one block, which carries a hook of each. The front range's is the outer one and moves
+        # outermost by itself, so that a skipped block runs nobody's hooks; the rear's, which only looks, stays inside.
+        self.rear = StackTap(engine, middle, count, label=".rear")
+        self.rear.links[0].outermost = False
         try:
-            self.rear = StackTap(engine, middle, count, label=".rear", part=slice(streams, None))
+            self.front = StackTap(engine, 0, middle)
         except BaseException:
-            self.front.undo()
+            self.rear.undo()
             raise
+        streams = len(self.front.reads)
+        self.front.part, self.rear.part = slice(0, streams), slice(streams, None)
+        self.front.sink = self._keep
         self.rear.sink = self._store
         self.kept: tuple[torch.Tensor, ...] = ()
 
@@ -40,6 +44,9 @@ class HalvesTap:
         assert step.total is not None
         (self.rear if step.index < self.scope.switch * step.total else self.front).skip()
 
+    def compute(self) -> None:
+        """Nothing is done to a computed call."""
+
     def release(self, call: Call) -> None:
         """Give the blocks their forwards back."""
         self.kept = ()
@@ -48,10 +55,10 @@ class HalvesTap:
 
     def relink(self) -> None:
         """Put back what others dropped since the last run; stay outermost."""
-        self.front.relink()
         self.rear.relink()
+        self.front.relink()
 
     def undo(self) -> None:
         """Leave the model as it was found."""
-        self.rear.undo()
         self.front.undo()
+        self.rear.undo()

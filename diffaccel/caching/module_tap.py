@@ -8,14 +8,16 @@ from typing import Any
 import torch
 
 from ..core.compat import eager, leaves
-from ..core.hooks import Hook, Link, install
+from ..core.hooks import Hook, Link, compiled_body, install
 from ..core.run import Call
+from ..errors import IncompatibleError
 from ..models.spec import BlockList
 from .engine import Engine
 from .scopes import Modules
 from .stack_tap import StackTap, blocks_of
 
-Form = tuple[slice, Callable[..., Any]]  # where a module's tensors lie among all, and how its output is built of them
+# Where a module's tensors lie among all, their dtypes (what is remembered may be wider), and how its output is built.
+Form = tuple[slice, list[torch.dtype], Callable[..., Any]]
 
 
 def modules_of(block: torch.nn.Module, row: BlockList) -> list[tuple[str, torch.nn.Module]]:
@@ -38,10 +40,10 @@ class _Ear(Hook):
         return output
 
 
-def _blank(like: tuple[torch.Size, torch.dtype, torch.device]) -> torch.Tensor:
-    """Zeros that take no memory."""
+def _blank(like: tuple[torch.Size, torch.dtype, torch.device], main: Any, rows: int) -> torch.Tensor:
+    """Zeros that take no memory, for the batch at hand (`like` was seen in one of `rows`)."""
     shape, dtype, device = like
-    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+    return torch.zeros((), dtype=dtype, device=device).expand(shape[0] * len(main) // rows, *shape[1:])
 
 
 class ModuleTap:
@@ -55,6 +57,11 @@ class ModuleTap:
         self.links: list[Link] = []
         self.idle: list[bool] = []
         blocks = blocks_of(engine.module, engine.spec)
+        if any(compiled_body(block) is not None for block, _ in blocks):
+            raise IncompatibleError(
+                f"{engine.name} leaves modules out of blocks that are compiled as a whole (compile): take the scope "
+                "'stack' or 'denoiser' (TaylorSeer: use_lite_mode=True), or leave compile off"
+            )
         try:
             if not engine.at_root:
                 self.watch = StackTap(engine, scope.front, len(blocks), label=".watch", watch=True)
@@ -77,12 +84,19 @@ class ModuleTap:
             ref.forward = self._blank(form) if idle else self._recall(form)
 
     def _recall(self, form: Form) -> Callable[..., Any]:
-        part, repack = form
-        return lambda *args, **kwargs: repack(self.engine.forecast(part))
+        part, dtypes, repack = form
+
+        def recall(*args: Any, **kwargs: Any) -> Any:
+            return repack([value.to(d) for value, d in zip(self.engine.forecast(part), dtypes, strict=True)])
+
+        return recall
 
     def _blank(self, form: Any) -> Callable[..., Any]:
-        likes, repack = form
-        return lambda *args, **kwargs: repack([_blank(like) for like in likes])
+        likes, repack, rows = form
+        return lambda *args, **kwargs: repack([_blank(like, self.engine.main, rows) for like in likes])
+
+    def compute(self) -> None:
+        """Nothing is done to a computed call."""
 
     def release(self, call: Call) -> None:
         """Give the modules their forwards back; remember what they said on a computed step."""
@@ -103,9 +117,10 @@ class ModuleTap:
             for index, idle in enumerate(self.idle):
                 tensors, repack = leaves(said[index])
                 if idle:
-                    forms.append(([(t.shape, t.dtype, t.device) for t in tensors], repack))
+                    forms.append(([(t.shape, t.dtype, t.device) for t in tensors], repack, len(self.engine.main)))
                 else:
-                    forms.append((slice(len(values), len(values) + len(tensors)), repack))
+                    part = slice(len(values), len(values) + len(tensors))
+                    forms.append((part, [tensor.dtype for tensor in tensors], repack))
                     values += tensors
             branch.template = forms
             self.engine.store(tuple(values))

@@ -7,7 +7,7 @@ one frozen `Memory`, so a run can be paused, copied and resumed by keeping a ref
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -192,8 +192,8 @@ def foresee(policy: Policy, total: int, seen: Sequence[Any] | None = None, sigma
     return done
 
 
-def bytes_held(memory: Memory) -> int:
-    """Bytes of all tensors that a memory refers to, each storage counted once."""
+def bytes_held(*memories: Memory) -> int:
+    """Bytes of all tensors that memories refer to, each storage counted once."""
     sizes: dict[int, int] = {}
 
     def visit(thing: Any) -> None:
@@ -207,5 +207,22 @@ def bytes_held(memory: Memory) -> int:
             for name in thing.__slots__:
                 visit(getattr(thing, name))
 
-    visit((memory.gate, memory.history))
+    for memory in memories:
+        visit((memory.gate, memory.history))
     return sum(sizes.values())
+
+
+def half_of(memory: Memory, rows: int, half: slice) -> Memory:
+    """What a memory of a batch of `rows` says about the rows `half` of it; shares the tensors' storage."""
+
+    def part(thing: Any) -> Any:
+        if isinstance(thing, torch.Tensor):
+            return thing[half] if thing.ndim and len(thing) == rows else thing
+        if isinstance(thing, tuple):
+            parts = [part(item) for item in thing]
+            return type(thing)(*parts) if hasattr(thing, "_fields") else tuple(parts)
+        if hasattr(type(thing), "__slots__") and is_dataclass(thing) and not isinstance(thing, type):
+            return replace(thing, **{f.name: part(getattr(thing, f.name)) for f in fields(thing)})
+        return thing
+
+    return memory._replace(gate=part(memory.gate), history=part(memory.history))

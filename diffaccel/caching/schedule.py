@@ -33,9 +33,25 @@ def parse_schedule(value: str | Sequence[int] | Sequence[bool], total: int) -> M
     values = list(value)
     if not all(isinstance(v, int) for v in values):
         raise InvalidOptionError(f"a schedule is a string of 0 and 1, or a list of flags or of steps, got {value!r}")
-    if all(isinstance(v, bool) for v in values) or (len(set(values)) < len(values) and set(values) <= {0, 1}):
+    if _are_flags(values):
         return check_mask([bool(v) for v in values], total)
     return mask_of_steps(values, total)
+
+
+def _are_flags(values: Sequence[int]) -> bool:
+    return all(isinstance(v, bool) for v in values) or (len(set(values)) < len(values) and set(values) <= {0, 1})
+
+
+def check_form(value: str | Sequence[int]) -> None:
+    """Refuse, before any loop is known, what no loop could take: other signs, or a first step that is reused."""
+    if isinstance(value, str):
+        parse_schedule(value, len(value.replace(" ", "").replace("_", "")))
+    elif not isinstance(value, Sequence) or not all(isinstance(v, int) for v in value) or not value:
+        raise InvalidOptionError(f"a schedule is a string of 0 and 1, or a list of flags or of steps, got {value!r}")
+    elif _are_flags(value):
+        parse_schedule(value, len(value))
+    elif min(value) >= 0:  # negative ones count from an end that is not known yet
+        mask_of_steps(value, max(value) + 1)
 
 
 def mask_of_steps(steps: Sequence[int], total: int) -> Mask:

@@ -34,14 +34,21 @@ class Denoiser:
 
     What is remembered is its output, or with `residual` output minus input (EasyCache); inputs with more channels
     than the output (image-to-video, inpainting) count with their leading channels, which are the latents. A gate that
-    looks at the blocks has them run up to there (`front` blocks), and the final layer as well.
+    looks at the blocks has them run up to there (`front` blocks), and the final layer as well. `correct` of 1 to 3
+    is the order with which a computed step makes good what forecasts before it missed (`correction.corrected`):
+    for Euler schedulers, at most one above the forecast's own order.
     """
 
     residual: bool = False
     front: int = 0
+    correct: int = 0
 
     def __post_init__(self) -> None:
         _count("front", self.front)
+        if isinstance(self.correct, bool) or self.correct not in (0, 1, 2, 3):
+            raise InvalidOptionError(f"correct must be 0, 1, 2 or 3, got {self.correct!r}")
+        if self.correct and self.residual:
+            raise InvalidOptionError("correct is for forecasts of the output, not of its residual")
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,21 @@ class Halves:
             raise InvalidOptionError(f"switch must be a share between 0 and 1, got {self.switch!r}")
 
 
-Scope = Stack | Denoiser | Modules | Halves
+@dataclass(frozen=True)
+class Deep:
+    """All of a U-Net that lies deeper than its skip connection `branch` (DeepCache).
+
+    Skip connections count from 0, the shallowest, which is the entry layer's output. On a reused step only the layers
+    run that make the connections 0 to `branch`, and those that take them; what is remembered is the feature
+    [B, C, H, W] that enters the first of the latter.
+    """
+
+    branch: int = 0
+
+    def __post_init__(self) -> None:
+        _count("branch", self.branch)
+
+
+Scope = Stack | Denoiser | Modules | Halves | Deep
 
 BEHIND_FIRST_BLOCK = Stack(1)

@@ -163,6 +163,9 @@ class StackTap:
             self.skipped.append((ref, link.body))
             ref.forward = stand_in
 
+    def compute(self) -> None:
+        """Nothing is done to a computed call."""
+
     def release(self, call: Call) -> None:
         """Give the blocks their forwards back."""
         for ref, body in self.skipped:

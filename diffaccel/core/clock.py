@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -91,3 +92,14 @@ def position(scheduler: Any) -> int | None:
     if index is None:
         index = getattr(scheduler, "begin_index", None)
     return index if isinstance(index, int) else None
+
+
+def euler_lengths(scheduler: Any, sigmas: list[float]) -> list[float] | None:
+    """The lengths of the steps, for a scheduler that adds length x (the denoiser's output); None for any other."""
+    config = getattr(scheduler, "config", {})
+    name = type(scheduler).__name__
+    flow = name == "FlowMatchEulerDiscreteScheduler" and not config.get("stochastic_sampling", False)
+    noise = name == "EulerDiscreteScheduler" and config.get("prediction_type") == "epsilon"
+    if not (flow or noise) or len(sigmas) < 2:
+        return None
+    return [after - before for before, after in pairwise(sigmas)]

@@ -49,7 +49,7 @@ PLACES: dict[str, Place] = {
         Place("vae_tiling", Slot.MODULE, 2, ("exact", "blended"), ready=("blended",), prefixes=("vae_tiling_",)),
         Place("attention", Slot.CALL, 0, ATTENTION, ready=("auto", "native", "flash", "flex")),
         Place("guidance", Slot.CALL, 1, ("reuse",), ready=("reuse",), prefixes=("guidance_",)),
-        Place("cache", Slot.CALL, 2, CACHES, ready=tuple(c for c in CACHES if c != "deepcache"), prefixes=("cache_",)),
+        Place("cache", Slot.CALL, 2, CACHES, ready=CACHES, prefixes=("cache_",)),
     )
 }
 

@@ -34,8 +34,8 @@ class Call:
     """
 
     __slots__ = (
-        "answer", "branch", "component", "computed", "end", "error", "finish", "gate", "inputs", "loop", "output",
-        "replay", "run", "start", "step",
+        "answer", "branch", "component", "computed", "end", "error", "finish", "gate", "half", "inputs", "loop",
+        "output", "replay", "run", "start", "step",
     )  # fmt: skip
 
     def __init__(self, run: Run, component: str, branch: str, start: Any) -> None:
@@ -45,6 +45,7 @@ class Call:
         self.gate: float | None = None
         self.error: torch.Tensor | None = None  # what a forecast would have missed at this computed call, [B]
         self.replay: Any = None  # an output to return instead of computing, while a paused run is replayed
+        self.half: tuple[str, slice] | None = None
         self.answer: Any = None
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.finish: Callable[[Any], Any] | None = None

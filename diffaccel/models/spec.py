@@ -36,6 +36,26 @@ class BlockList:
 
 
 @dataclass(frozen=True)
+class UNet:
+    """The parts of a U-Net by the names of their attributes, for leaving out the deep ones.
+
+    Its forward runs an entry layer, the blocks of `down`, `middle` and the blocks of `up`. A layer of a block is one
+    module out of each list of `layers`, in this order (a block may lack the later lists); those named in `tuples`
+    return their tensor in a tuple. The entry, every layer of `down` and every one of the `samplers` that end a block
+    of `down` give one skip connection; the layers of `up` take one each, the latest first. `blocks` are the class
+    names of the blocks for which all this holds.
+    """
+
+    down: str
+    middle: str
+    up: str
+    layers: tuple[str, ...]
+    tuples: tuple[str, ...]
+    samplers: str
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A family.
 
@@ -54,6 +74,7 @@ class ModelSpec:
         batchless: arguments of the denoiser (or keys of its nested dicts) whose tensors have no batch dimension,
             although their size could be mistaken for one, for running one half of a BATCHED call alone.
         no_stack: why there is no block stack to cache, in words that can end a refusal.
+        unet: the parts of a denoiser that is a U-Net.
         no_resume: why a paused run cannot be gone on with later (empty: it can), in words that can end a refusal.
         input: name of the denoiser's main argument, which may also come first in position.
         layout: how the main argument's axes lie: "BCFHW", "BFCHW", "BCHW", "tokens" ([B, N, C]) or "list" (of CFHW).
@@ -76,6 +97,7 @@ class ModelSpec:
     stand_down: tuple[str, ...] = ()
     batchless: tuple[str, ...] = ()
     no_stack: str = ""
+    unet: UNet | None = None
     no_resume: str = ""
     input: str = "hidden_states"
     layout: str = "tokens"

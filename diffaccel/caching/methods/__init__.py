@@ -6,6 +6,7 @@ from .adacache import AdaCache
 from .base import StepCache
 from .custom import CustomCache
 from .dbcache import DBCache
+from .deepcache import DeepCache
 from .delta_dit import DeltaDiT
 from .dicache import DiCache
 from .easycache import EasyCache
@@ -21,6 +22,7 @@ METHODS: dict[str, type[StepCache]] = {
     "adacache": AdaCache,
     "custom": CustomCache,
     "dbcache": DBCache,
+    "deepcache": DeepCache,
     "delta_dit": DeltaDiT,
     "dicache": DiCache,
     "easycache": EasyCache,

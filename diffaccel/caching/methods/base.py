@@ -19,7 +19,18 @@ from ..predictors import Forecast
 from ..scopes import Denoiser, Modules, Scope, Stack
 from ..stack_tap import blocks_of
 
-SCOPES: dict[str, Scope] = {"denoiser": Denoiser(), "modules": Modules(), "stack": Stack(0)}
+SCOPES = ("denoiser", "modules", "stack")
+
+
+def scope_of(name: str, correct: int = 0) -> Scope:
+    """The scope that a word of `SCOPES` stands for."""
+    if name not in SCOPES:
+        raise unknown("scope", str(name), SCOPES)
+    if name == "denoiser":
+        return Denoiser(correct=correct)
+    if correct:
+        raise InvalidOptionError(f"correct={correct} is for scope='denoiser', not for {name!r}")
+    return Modules() if name == "modules" else Stack(0)
 
 
 def counted(cache: StepCache, target: Target) -> int:

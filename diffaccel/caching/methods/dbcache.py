@@ -13,7 +13,7 @@ from ..gates import ProbeGate
 from ..guards import POLICIES
 from ..policy import Policy
 from ..predictors import Forecast
-from ..schedule import parse_schedule
+from ..schedule import check_form
 from ..scopes import Stack
 from ..tables import load
 from .base import Extrapolating, counted
@@ -62,8 +62,9 @@ class DBCache(Extrapolating):
         )
         if self.steps_policy not in POLICIES:
             raise InvalidOptionError(f"steps_policy must be one of {', '.join(POLICIES)}, got {self.steps_policy!r}")
-        if isinstance(self.steps_mask, str) and self.steps_mask not in _published():
-            parse_schedule(self.steps_mask, len(self.steps_mask.replace(" ", "").replace("_", "")))
+        published = isinstance(self.steps_mask, str) and self.steps_mask in _published()
+        if self.steps_mask is not None and not published:
+            check_form(self.steps_mask)
 
     def _gate(self) -> ProbeGate:
         return ProbeGate(self.threshold, Forecast(self.probe_order, self.basis, self.coordinate))

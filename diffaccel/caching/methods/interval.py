@@ -7,12 +7,11 @@ from functools import partial
 from typing import ClassVar
 
 from ...core.accelerator import Target
-from ...errors import unknown
 from .. import schedule
 from ..engine import Recipe
 from ..policy import Policy
 from ..schedule import ScheduleGate
-from .base import SCOPES, Extrapolating
+from .base import Extrapolating, scope_of
 
 
 @dataclass(frozen=True)
@@ -24,18 +23,19 @@ class IntervalCache(Extrapolating):
     Attributes:
         interval: steps from one computed step to the next; 1: every step.
         scope: "modules" (FORA), "stack" (the residual of all blocks) or "denoiser" (its output).
+        correct: order with which a computed step makes good what was missed before it; see `scopes.Denoiser`.
     """
 
     interval: int = 2
     scope: str = "modules"
+    correct: int = 0
 
     name: ClassVar[str] = "cache.interval"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         schedule.fora(1, self.interval)
-        if self.scope not in SCOPES:
-            raise unknown("scope", str(self.scope), SCOPES)
+        scope_of(self.scope, self.correct)
 
     def off(self) -> str | None:
         """An interval of 1 computes everything."""
@@ -44,7 +44,7 @@ class IntervalCache(Extrapolating):
     def recipe(self, target: Target) -> Recipe:
         """A static schedule."""
         gate = ScheduleGate(partial(schedule.fora, interval=self.interval))
-        return Recipe(Policy(gate, self.forecast(), self.guards()), SCOPES[self.scope])
+        return Recipe(Policy(gate, self.forecast(), self.guards()), scope_of(self.scope, self.correct))
 
     def describe(self, recipe: Recipe, target: Target) -> str:
         """Which steps, of what."""

@@ -8,12 +8,12 @@ from functools import partial
 from typing import ClassVar
 
 from ...core.accelerator import Target
-from ...errors import InvalidOptionError, unknown
+from ...errors import InvalidOptionError
 from ..engine import Recipe
 from ..policy import Policy
-from ..schedule import ScheduleGate, parse_schedule
+from ..schedule import ScheduleGate, check_form
 from ..tables import load, steps_mask
-from .base import SCOPES, Extrapolating
+from .base import Extrapolating, scope_of
 
 
 @dataclass(frozen=True)
@@ -26,32 +26,33 @@ class StepSchedule(Extrapolating):
     Attributes:
         steps: [0, 1, 2, 5, 9] (computed steps, negative ones from the end), flags, "11100100...", or a mask's name.
         scope: "denoiser" (its output), "stack" (the residual of all blocks) or "modules".
+        correct: order with which a computed step makes good what forecasts before it missed; see `scopes.Denoiser`.
     """
 
     steps: str | Sequence[int] = ()
     scope: str = "denoiser"
     order: int = 1
+    correct: int = 0
     last_steps: int = 0
 
     name: ClassVar[str] = "cache.schedule"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scope not in SCOPES:
-            raise unknown("scope", str(self.scope), SCOPES)
+        scope_of(self.scope, self.correct)
         if not isinstance(self.steps, (str, Sequence)) or len(self.steps) == 0:
             raise InvalidOptionError(
                 f"steps must name the computed steps (a list, flags, a string of 0 and 1, or one of "
                 f"{', '.join(_published())}), got {self.steps!r}"
             )
-        if isinstance(self.steps, str) and self.steps not in _published():
-            parse_schedule(self.steps, len(self.steps.replace(" ", "").replace("_", "")))
+        if not (isinstance(self.steps, str) and self.steps in _published()):
+            check_form(self.steps)
 
     def recipe(self, target: Target) -> Recipe:
         """A static schedule."""
         steps = self.steps
         gate = ScheduleGate(partial(steps_mask, steps) if isinstance(steps, str) and steps in _published() else steps)
-        return Recipe(Policy(gate, self.forecast(), self.guards()), SCOPES[self.scope])
+        return Recipe(Policy(gate, self.forecast(), self.guards()), scope_of(self.scope, self.correct))
 
     def describe(self, recipe: Recipe, target: Target) -> str:
         """What is left out."""

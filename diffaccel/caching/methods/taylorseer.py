@@ -12,8 +12,8 @@ from .. import schedule
 from ..engine import Recipe
 from ..policy import Policy
 from ..schedule import ScheduleGate
-from ..scopes import Denoiser, Modules
-from .base import Extrapolating
+from ..scopes import Scope
+from .base import Extrapolating, scope_of
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,15 @@ class TaylorSeer(Extrapolating):
         order: 1 to 3 (0 reuses as it is).
         use_lite_mode: forecast the denoiser's output only.
         first_enhance: so many steps at the start are computed.
+        correct: order with which a computed step makes good what forecasts before it missed (lite mode only); not
+            part of the paper, see `scopes.Denoiser`.
     """
 
     interval: int = 4
     order: int = 1
     use_lite_mode: bool = True
     first_enhance: int = 3
+    correct: int = 0
 
     name: ClassVar[str] = "cache.taylorseer"
 
@@ -44,6 +47,10 @@ class TaylorSeer(Extrapolating):
         schedule.taylorseer(1, self.interval, self.first_enhance)
         if not isinstance(self.use_lite_mode, bool):
             raise InvalidOptionError(f"use_lite_mode must be True or False, got {self.use_lite_mode!r}")
+        self._scope()
+
+    def _scope(self) -> Scope:
+        return scope_of("denoiser" if self.use_lite_mode else "modules", self.correct)
 
     def off(self) -> str | None:
         """An interval of 1 computes everything."""
@@ -52,7 +59,7 @@ class TaylorSeer(Extrapolating):
     def recipe(self, target: Target) -> Recipe:
         """A static schedule with a forecast."""
         gate = ScheduleGate(partial(schedule.taylorseer, interval=self.interval, first=self.first_enhance))
-        return Recipe(Policy(gate, self.forecast(), self.guards()), Denoiser() if self.use_lite_mode else Modules())
+        return Recipe(Policy(gate, self.forecast(), self.guards()), self._scope())
 
     def describe(self, recipe: Recipe, target: Target) -> str:
         """Which steps, of what."""
