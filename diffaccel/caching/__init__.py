@@ -12,10 +12,11 @@ from .polynomial import PolynomialGate, TimePolynomialGate
 from .predictors import Forecast
 from .probing import ProbeAligned, ProbeSumGate, RateGate
 from .schedule import ScheduleGate
-from .scopes import Denoiser, Halves, Modules, Stack
+from .scopes import Deep, Denoiser, Halves, Modules, Stack
 from .spectral import SpectralGate
 
 __all__ = [
+    "Deep",
     "Denoiser",
     "Forecast",
     "Gate",

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..core.compat import eager
+from ..core.compat import eager, set_eval_frame
 from ..core.hooks import RootHook
 from ..core.run import Call, Run
 from ..models.spec import ModelSpec
@@ -205,10 +205,14 @@ class Engine:
     @eager
     def decide(self, seen: Any) -> None:
         """The gate can see what it looks at: reuse, or compute and remember."""
-        branch, call = self.branch, self.call
-        assert branch is not None and call is not None
-        hit, branch.memory = branch.policy.decide(branch.memory, seen, self.step)
-        self._settle(hit, seen)
+        branch = self.branch
+        assert branch is not None
+        compiling = set_eval_frame(None)
+        try:
+            hit, branch.memory = branch.policy.decide(branch.memory, seen, self.step)
+            self._settle(hit, seen)
+        finally:
+            set_eval_frame(compiling)
 
     def _settle(self, hit: bool, seen: Any) -> None:
         branch, call = self.branch, self.call
@@ -226,11 +230,16 @@ class Engine:
             if self.corrects:
                 self.tap.compute()
 
+    @eager
     def forecast(self, part: slice = ALL) -> tuple[torch.Tensor, ...]:
         """What the skipped part would have said at this step, per stream (of `part` of them)."""
         branch = self.branch
         assert branch is not None
-        return branch.policy.forecast(branch.memory, self.step, self.seen, part)
+        compiling = set_eval_frame(None)
+        try:
+            return branch.policy.forecast(branch.memory, self.step, self.seen, part)
+        finally:
+            set_eval_frame(compiling)
 
     @eager
     def store(self, values: tuple[torch.Tensor, ...]) -> None:
@@ -238,14 +247,18 @@ class Engine:
         branch, call = self.branch, self.call
         assert branch is not None and call is not None
         policy, before = branch.policy, branch.memory
-        if self.recipe.float32:
-            values = tuple([value.float() for value in values])
-        if before.history:
-            call.error = forecast_error(policy, before, self.step, values, self.seen)
-        output = values[0] if policy.gate.observes == OUTPUT else None
-        branch.memory = policy.store(before, self.step, values, self.seen, output)
-        if len(branch.memory.history) != len(before.history) or not branch.bytes:
-            self._weigh(branch, call)
+        compiling = set_eval_frame(None)
+        try:
+            if self.recipe.float32:
+                values = tuple([value.float() for value in values])
+            if before.history:
+                call.error = forecast_error(policy, before, self.step, values, self.seen)
+            output = values[0] if policy.gate.observes == OUTPUT else None
+            branch.memory = policy.store(before, self.step, values, self.seen, output)
+            if len(branch.memory.history) != len(before.history) or not branch.bytes:
+                self._weigh(branch, call)
+        finally:
+            set_eval_frame(compiling)
 
     def _weigh(self, branch: Branch, call: Call) -> None:
         branch.bytes = bytes_held(branch.memory)

@@ -21,6 +21,9 @@ from diffusers.hooks.hooks import (
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.utils.torch_utils import unwrap_module
 
+# set_eval_frame(None) keeps torch.compile out of everything that is called until the value it returned is set again.
+from torch._C._dynamo.eval_frame import set_eval_frame
+
 __all__ = [
     "AttentionBackendName",
     "HookFunctionReference",
@@ -37,6 +40,7 @@ __all__ = [
     "native_cache",
     "no_duck_shape",
     "num_timesteps",
+    "set_eval_frame",
     "unwrap_module",
 ]
 
@@ -74,9 +78,9 @@ def host_edit(fn: F) -> F:
 
 
 def eager(fn: F) -> F:
-    """Keep `fn` out of compiled graphs, at no cost where nothing is compiled.
+    """Keep `fn` out of compiled graphs, at no cost where nothing is compiled; what it calls is not kept out.
 
-    `torch.compiler.disable` does the same with a wrapper of several Python calls per call.
+    `torch.compiler.disable` does more with a wrapper of several Python calls per call; see `set_eval_frame`.
     """
     from torch._dynamo.decorators import skip
 

@@ -25,7 +25,7 @@ class CustomCache(StepCache):
             ProbeSumGate, ScheduleGate, RatesGate), or a `Gate` of your own.
         predictor: a `Forecast` or `ProbeAligned`; reuse as it is unless told.
         guard: `Guards`, which take the place of min_steps, warmup_steps and the like.
-        scope: Stack(front, back), Denoiser(), Modules() or Halves(); behind the first block unless told.
+        scope: Stack(front, back), Denoiser(), Modules(), Halves() or Deep(); behind the first block unless told.
         process_group: members of `torch.distributed` that must decide alike.
     """
 
