@@ -141,15 +141,19 @@ class Policy:
         history = (*memory.history, sample)[-self.predictor.depth :]
         stored = new_memory((memory.gate, memory.tally, history, memory.value, memory.last))
         if output is not None:
-            stored = self.record(stored, step, seen, output)
-        cap = self.guards.max_bytes
-        while cap is not None and stored.history and bytes_held(stored) > cap:
-            stored = stored._replace(history=stored.history[1:])
-        return stored
+            return self.record(stored, step, seen, output)
+        return stored if self.guards.max_bytes is None else self._within(stored, self.guards.max_bytes)
 
     def record(self, memory: Memory, step: Step, seen: Any, output: torch.Tensor) -> Memory:
         """Show the gate what a computed step gave."""
-        return memory._replace(gate=self.gate.record(memory.gate, seen, output, step))
+        shown = memory._replace(gate=self.gate.record(memory.gate, seen, output, step))
+        return shown if self.guards.max_bytes is None else self._within(shown, self.guards.max_bytes)
+
+    def _within(self, memory: Memory, most: int) -> Memory:
+        """What of a memory may be kept: older steps go first, and in the end what the gate keeps."""
+        while memory.history and bytes_held(memory) > most:
+            memory = memory._replace(history=memory.history[1:])
+        return memory if memory.history or bytes_held(memory) <= most else memory._replace(gate=self.gate.start())
 
 
 def forecast_error(

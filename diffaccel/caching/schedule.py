@@ -46,12 +46,14 @@ def check_form(value: str | Sequence[int]) -> None:
     """Refuse, before any loop is known, what no loop could take: other signs, or a first step that is reused."""
     if isinstance(value, str):
         parse_schedule(value, len(value.replace(" ", "").replace("_", "")))
-    elif not isinstance(value, Sequence) or not all(isinstance(v, int) for v in value) or not value:
+        return
+    steps: list[Any] = list(value) if isinstance(value, Sequence) else []
+    if not steps or not all(isinstance(step, int) for step in steps):
         raise InvalidOptionError(f"a schedule is a string of 0 and 1, or a list of flags or of steps, got {value!r}")
-    elif _are_flags(value):
-        parse_schedule(value, len(value))
-    elif min(value) >= 0:  # negative ones count from an end that is not known yet
-        mask_of_steps(value, max(value) + 1)
+    if _are_flags(steps):
+        parse_schedule(steps, len(steps))
+    elif min(steps) >= 0:  # negative ones count from an end that is not known yet
+        mask_of_steps(steps, max(steps) + 1)
 
 
 def mask_of_steps(steps: Sequence[int], total: int) -> Mask:
