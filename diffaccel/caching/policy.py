@@ -169,8 +169,9 @@ def forecast_error(
     guess = (
         policy.forecast(memory, step, seen, MAIN)[0] if policy.predictor.depth > 1 else memory.history[-1].values[0]
     )
-    dims = tuple(range(1, truth.ndim))
-    return (guess - truth).abs().mean(dims) / truth.abs().mean(dims)
+    dims, wide = tuple(range(1, truth.ndim)), torch.promote_types(truth.dtype, torch.float32)
+    size = torch.linalg.vector_norm  # of order 1: the sum of absolute values
+    return size(guess - truth, 1, dims, dtype=wide) / size(truth, 1, dims, dtype=wide)
 
 
 class Foreseen(NamedTuple):
