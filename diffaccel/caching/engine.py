@@ -128,6 +128,8 @@ class Engine:
             branch = self._new_branch(call, form, args, kwargs)
             if branch is None:
                 return
+            for key in [k for k, old in states.items() if k[0] != call.component and old.memory.last < call.step]:
+                del states[key]  # an expert whose noise levels are over is not asked again
             states[call.component, call.branch] = branch
         self.branch, self.call = branch, call
         group = self.recipe.process_group

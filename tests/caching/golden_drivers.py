@@ -1,8 +1,8 @@
 """Drivers of golden step-cache cases: scripted inputs through the package's own functions.
 
-A driver takes (inputs, params) as they are in the file and returns everything that `expected` may name. First-block
-cases that `BlockCache` can run today go through its real hooks; the others go through `Policy`, the pure machine
-that the hooks are to share.
+A driver takes (inputs, params) as they are in the file and returns everything that `expected` may name. Whatever has
+steps goes through the engine and its hooks on a scripted denoiser (`scripted.drive`); what is a formula of its own
+(schedules, masks, filters, calibration, code books) is called as it is.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import torch
 
 from diffaccel.caching import schedule
 from diffaccel.caching.adaptive import adacache_rate
+from diffaccel.caching.engine import Recipe
 from diffaccel.caching.gates import ProbeGate
 from diffaccel.caching.guards import Guards
 from diffaccel.caching.magnitude import MagnitudeGate, magnitude_ratio, nearest_indices
 from diffaccel.caching.policy import Memory, Policy
 from diffaccel.caching.polynomial import PolynomialGate
-from diffaccel.caching.predictors import REUSE, Forecast, Sample
-from diffaccel.caching.probing import ProbeAligned, RateGate, dicache_gamma
+from diffaccel.caching.predictors import REUSE, Forecast
+from diffaccel.caching.probing import ProbeAligned, ProbeSumGate, RateGate, dicache_gamma
 from diffaccel.caching.schedule import ScheduleGate, computed_steps
+from diffaccel.caching.scopes import Denoiser, Stack
 from diffaccel.caching.spectral import SpectralGate, sea_filter, sea_gain
 from diffaccel.caching.step import Step
 from diffaccel.caching.tables import load, steps_mask
-from tests.caching.scripted import drive
+from tests.caching.scripted import Scripted, drive, halves
 from tests.golden import Mismatch, compare
 
 Data = dict[str, Any]
@@ -49,7 +51,7 @@ class Loop(NamedTuple):
 
 
 def loop(policy: Policy, values: Any, seen: Any = None, sigmas: Any = None, outputs: Any = None) -> Loop:
-    """Steps of one branch: `values` are what computing would give, `seen` is what the gate is shown."""
+    """Steps of one branch through the pure machine: `values` are what computing would give, `seen` is for the gate."""
     total = len(values)
     policy = policy.fit(total)
     memory, done = policy.start(), Loop([], [], [])
@@ -76,28 +78,22 @@ def teacache(inputs: Data, params: Data) -> Data:
         params["threshold"], coefficients=tuple(params["coefficients"]), use_abs=params.get("use_abs", False)
     )
     guards = Guards(warmup_steps=params.get("first", 1), last_steps=params.get("last", 1))
-    done = loop(Policy(gate, guards=guards), residual, mod)
+    recipe = Recipe(Policy(gate, guards=guards), Stack(0))
+    done = drive(Scripted(halves(residual), modulated=mod), x, recipe)
     return {
         "hit": done.hits,
         "raw": [_scalar(m.gate.distance) for m in done.memories],
-        "accumulated_before_reset": [m.value or 0.0 for m in done.memories],  # a forced step sets the sum to 0
-        "y": (x + torch.stack(done.used)).tolist(),
+        "accumulated_before_reset": [gate or 0.0 for gate in done.gates],  # a forced step sets the sum to 0
+        "y": done.y.tolist(),
     }
 
 
 def dbcache(inputs: Data, params: Data) -> Data:
     x, front, middle, back = _tensors(inputs, "x", "F_res", "M_res", "B_res")
-    threshold, warmup = params["threshold"], params.get("warmup", 0)
-    most = _cap(params.get("max_cont", -1))
-    only_first_block = set(params) <= {"threshold", "Bn", "warmup", "max_cont"} and not params.get("Bn")
-    if only_first_block and threshold < 1 and not back.any():
-        guards = Guards(warmup_steps=warmup, max_consecutive=most)
-        driven = drive(x, front, middle, threshold, guards)
-        return {"hit": driven.hits, "rel_l1": driven.gates, "y": driven.y.tolist()}
     mask = params.get("mask")
     guards = Guards(
-        warmup_steps=warmup,
-        max_consecutive=most,
+        warmup_steps=params.get("warmup", 0),
+        max_consecutive=_cap(params.get("max_cont", -1)),
         max_total=_cap(params.get("max_total", -1)),
         max_accumulated=params.get("acc_thr"),
         mask=None if mask is None else tuple(bool(flag) for flag in mask),
@@ -105,12 +101,10 @@ def dbcache(inputs: Data, params: Data) -> Data:
     )
     calibrator = params.get("calibrator")
     predictor = Forecast(calibrator["taylor_order"], "ladder") if calibrator else REUSE
-    done = loop(Policy(ProbeGate(threshold), predictor, guards), middle, front)
-    return {
-        "hit": done.hits,
-        "rel_l1": [m.value for m in done.memories],
-        "y": (x + front + torch.stack(done.used) + back).tolist(),
-    }
+    behind = max(params.get("Bn") or 0, int(bool(back.any())))
+    recipe = Recipe(Policy(ProbeGate(params["threshold"]), predictor, guards), Stack(1, behind))
+    done = drive(Scripted([front, *halves(middle), *[back / max(behind, 1)] * behind]), x, recipe)
+    return {"hit": done.hits, "rel_l1": done.gates, "y": done.y.tolist()}
 
 
 def _cap(value: int | None) -> int | None:
@@ -118,9 +112,15 @@ def _cap(value: int | None) -> int | None:
 
 
 def _forecast(inputs: Data, predictor: Forecast) -> list[Any]:
+    """The feature as a denoiser's output, and as the residual of its blocks: the two must agree."""
     [feature] = _tensors(inputs, "feature")
+    feature = feature[:, None]  # a batch of one
     mask = [t == 0 or t in inputs["full_steps"] for t in range(len(feature))]
-    return torch.stack(loop(Policy(ScheduleGate(mask), predictor), feature).used).tolist()
+    policy, x = Policy(ScheduleGate(mask), predictor), torch.zeros_like(feature)
+    done = drive(Scripted(answers=feature), x, Recipe(policy, Denoiser()))
+    as_residual = drive(Scripted(halves(feature)), x, Recipe(policy, Stack(0)))
+    compare(done.y.tolist(), as_residual.y.tolist(), "residual")
+    return done.y[:, 0].tolist()
 
 
 def taylorseer(inputs: Data, params: Data) -> Data:
@@ -141,8 +141,12 @@ def magcache(inputs: Data, params: Data) -> Data:
         rounding="half_up" if params.get("half_up", True) else "down",
         strict=params.get("strict", False),
     )
-    done = loop(Policy(gate), torch.zeros(params["num_steps"], 1, dtype=torch.float64))
-    traces = [m.gate.trace for m in done.memories]
+    blank = torch.zeros(params["num_steps"], 1, 1, 1, dtype=torch.float64)
+    done = drive(Scripted(halves(blank)), blank, Recipe(Policy(gate), Stack(0)))
+    pure = loop(Policy(gate), blank)  # the engine keeps a static gate's hits and numbers, not its other sums
+    traces = [m.gate.trace for m in pure.memories]
+    compare(pure.hits, done.hits, "hits foreseen")
+    compare([m.value for m in pure.memories], done.gates, "errors foreseen")
     return {
         "hit": done.hits,
         "computed_steps": computed_steps([not hit for hit in done.hits]),
@@ -189,10 +193,10 @@ def seacache(inputs: Data, params: Data) -> Data:
         last_steps=params.get("cache_end_steps", 0),
         max_consecutive=params.get("max_consecutive") or None,  # 0 is no cap, as in diffusers
     )
-    policy = Policy(gate, Forecast(params.get("residual_order", 0)), guards)
-    done = loop(policy, residual, latents, inputs["sigma"])
-    y = (x + torch.stack(done.used)).tolist()
-    return {"hit": done.hits, "accumulated": [m.value for m in done.memories], "y": y}
+    recipe = Recipe(Policy(gate, Forecast(params.get("residual_order", 0)), guards), Stack(0))
+    grids = latents.permute(0, 4, 1, 2, 3)[:, None]  # [step, B, C, F, H, W]
+    done = drive(Scripted(halves(residual)), x, recipe, grids, inputs["sigma"])
+    return {"hit": done.hits, "accumulated": done.gates, "y": done.y.tolist()}
 
 
 def sea_filter_case(inputs: Data, params: Data) -> Data:
@@ -205,20 +209,26 @@ def sea_filter_case(inputs: Data, params: Data) -> Data:
 def easycache(inputs: Data, params: Data) -> Data:
     x, v = _tensors(inputs, "x", "v")
     guards = Guards(warmup_steps=params.get("first", 0), last_steps=params.get("last", 0))
-    done = loop(Policy(RateGate(params["threshold"]), guards=guards), v - x, x, outputs=v)
+    recipe = Recipe(Policy(RateGate(params["threshold"]), guards=guards), Denoiser(residual=True))
+    done = drive(Scripted(answers=v), x, recipe)
     return {
         "hit": done.hits,
-        "accumulated": [m.value for m in done.memories],
+        "accumulated": done.gates,
         "k": [_scalar(m.gate.rate) for m in done.memories],
-        "y": (x + torch.stack(done.used)).tolist(),
+        "y": done.y.tolist(),
     }
 
 
 def dicache(inputs: Data, params: Data) -> Data:
+    """Two computed steps and a reused one, whose front block is the probe."""
     older, newest, now = _tensors(inputs, "probe_res_prev2", "probe_res_prev1", "probe_res_cur")
     before, last = _tensors(inputs, "res_prev2", "res_prev1")
-    [residual] = ProbeAligned().predict([Sample(0, (before,), older), Sample(1, (last,), newest)], 2, now)
-    return {"gamma": float(dicache_gamma(now, newest, older)), "residual": residual.tolist()}
+    front, rest = torch.stack([older, newest, now]), torch.stack([before, last, torch.full_like(last, torch.nan)])
+    policy = Policy(ProbeSumGate(1e9), ProbeAligned(), Guards(warmup_steps=2))
+    done = drive(Scripted([front, *halves(rest)]), torch.zeros_like(front), Recipe(policy, Stack(1)))
+    compare([False, False, True], done.hits, "hits")
+    kept = [sample.probe for sample in done.memories[-1].history]
+    return {"gamma": float(dicache_gamma(now, kept[1], kept[0])), "residual": (done.y[-1] - now).tolist()}
 
 
 def adacache(inputs: Data, params: Data) -> Data:

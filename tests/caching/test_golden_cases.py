@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from diffaccel.caching.engine import Engine
 from tests import golden
 from tests.caching import golden_cases
 
@@ -32,6 +33,22 @@ def changed(name: str, edit: Callable[[Any], object]) -> str | None:
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_holds(name: str) -> None:
     assert why("caches", {"cases": {name: CASES[name]}}, name) is None
+
+
+ENGINE = {"dbcache", "dicache", "easycache", "hicache", "magcache", "seacache", "taylorseer", "teacache"}
+
+
+def test_whatever_has_steps_runs_through_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: an engine that never reuses fails exactly the cases in which a step is reused."""
+    settle = Engine._settle
+    monkeypatch.setattr(Engine, "_settle", lambda self, hit, seen: settle(self, False, seen))
+    seen = set()
+    for name, case in CASES.items():
+        if case["kind"] in ENGINE:
+            reuses = isinstance(case["expected"], dict) and True in case["expected"].get("hit", [True])
+            assert (why("caches", {"cases": {name: case}}, name) is None) == (not reuses), name
+            seen.add(case["kind"])
+    assert seen == ENGINE
 
 
 def test_every_kind_of_the_format_has_a_case() -> None:

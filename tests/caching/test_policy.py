@@ -23,7 +23,7 @@ from diffaccel.caching.spectral import SpectralGate
 from diffaccel.caching.step import Ruling, Step
 from diffaccel.errors import InvalidOptionError
 from tests.caching.golden_drivers import loop
-from tests.caching.scripted import drive
+from tests.caching.scripted import drive_first_block
 
 TOTAL = 14
 SIGMAS = [1 - t / TOTAL for t in range(TOTAL)]
@@ -87,7 +87,7 @@ def test_forecasting_beats_reuse_on_smooth_features() -> None:
 def test_the_policy_agrees_with_the_hooks(threshold: float, warmup: int, most: int | None) -> None:
     """The block cache that pipelines use, and the pure machine: same hits, same gate values, same outputs."""
     x = smooth(3, 2, 3, 4)
-    driven = drive(x, PROBES, VALUES, threshold, Guards(warmup_steps=warmup, max_consecutive=most))
+    driven = drive_first_block(x, PROBES, VALUES, threshold, Guards(warmup_steps=warmup, max_consecutive=most))
     guards = Guards(warmup_steps=warmup, max_consecutive=most)
     done = loop(Policy(ProbeGate(threshold), guards=guards), VALUES, PROBES)
     assert driven.hits == done.hits

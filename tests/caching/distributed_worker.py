@@ -1,0 +1,85 @@
+"""One member of a process group at scripted loops: python -m tests.caching.distributed_worker RANK WORLD STORE.
+
+Prints one JSON line: for every gate the hits alone and in the group. Between the members, what the gates look at
+changes differently, so that alone they would decide differently.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from diffaccel.caching.adaptive import RatesGate
+from diffaccel.caching.engine import Recipe
+from diffaccel.caching.gates import Gate, ProbeGate
+from diffaccel.caching.guards import Guards
+from diffaccel.caching.policy import Policy
+from diffaccel.caching.polynomial import PolynomialGate
+from diffaccel.caching.probing import ProbeSumGate, RateGate
+from diffaccel.caching.scopes import Denoiser, Scope, Stack
+from diffaccel.caching.spectral import SpectralGate
+from tests.caching.scripted import Driven, Scripted, drive, halves
+
+STEPS = 10
+RECIPES: dict[str, tuple[Gate[Any], Scope]] = {
+    "adacache": (RatesGate(((0.1, 4), (1.0, 1))), Stack(0)),
+    "dicache": (ProbeSumGate(0.1), Stack(1)),
+    "easycache": (RateGate(0.1), Denoiser(residual=True)),
+    "first_block": (ProbeGate(0.1), Stack(1)),
+    "seacache": (SpectralGate(0.1), Stack(0)),
+    "teacache": (PolynomialGate(0.1), Stack(0)),
+}
+
+
+LOUD = ((1, 5), (3,))  # of each member, the steps into which its values jump
+
+
+def series(rank: int) -> torch.Tensor:
+    """[STEPS, B, T, C] that grows by 4 % a step, and by 15 % into the loud ones."""
+    value, found = 1.0, []
+    for t in range(STEPS):
+        value *= 1.15 if t in LOUD[rank] else 1.04
+        found.append(value)
+    return torch.tensor(found, dtype=torch.float64)[:, None, None, None] * torch.linspace(1, 2, 12).reshape(1, 3, 4)
+
+
+def run(name: str, rank: int, group: Any) -> Driven:
+    """One loop of one gate on this member's values."""
+    gate, scope = RECIPES[name]
+    values = series(rank)
+    recipe = Recipe(Policy(gate, guards=Guards(last_steps=1)), scope, process_group=group)
+    if isinstance(scope, Denoiser):
+        return drive(Scripted(answers=values * 1.5), values, recipe)
+    model = Scripted([values, *halves(values)], modulated=values)
+    if name == "seacache":
+        grids = values.reshape(STEPS, 1, 3, 1, 2, 2)
+        return drive(model, torch.zeros_like(values), recipe, grids, [0.5] * STEPS)
+    return drive(model, torch.zeros_like(values), recipe)
+
+
+def main(rank: int, world: int, store: str) -> None:
+    """Alone, then together."""
+    alone = {name: run(name, rank, None).hits for name in RECIPES}
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=240)
+    )
+    together = {name: run(name, rank, dist.group.WORLD) for name in RECIPES}
+    dist.destroy_process_group()
+    print(
+        json.dumps(
+            {
+                "alone": alone,
+                "together": {name: done.hits for name, done in together.items()},
+                "gates": {name: done.gates for name, done in together.items()},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
