@@ -13,10 +13,10 @@ demo: $(STAMP)
 	@$(BIN)/diffaccel demo $(ARGS)
 
 test: lint
-	@$(BIN)/python -m pytest -q -m "not slow" --nbmake tests notebooks
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow" --nbmake tests notebooks
 
 test-all: lint
-	@$(BIN)/python -m pytest -q --nbmake tests notebooks
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile --nbmake tests notebooks
 
 lint: $(STAMP)
 	@$(BIN)/ruff check -q .
