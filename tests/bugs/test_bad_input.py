@@ -341,18 +341,52 @@ def test_every_preset_says_why(preset: str) -> None:
     assert items and all(entry.status in ("enabled", "skipped", "refused") for entry in items)
     assert all(entry.reason for entry in items if entry.status != "enabled")
     for entry in items:
-        if entry.name.split(".")[0] in ("quantization", "compile", "offload", "vae", "fusion", "guidance"):
+        if entry.name.split(".")[0] in LATER:
             assert entry.status == "skipped" and "not in this version" in entry.reason
     tiny.run(pipe, "flux", num_inference_steps=10)
 
 
+LATER = ("quantization", "offload", "fusion")  # places of which no value is there yet
+
+
 @pytest.mark.parametrize(
-    "verb",
-    ["enable_teacache", "enable_dbcache", "enable_taylorseer", "enable_step_schedule", "enable_deepcache"],
+    ("verb", "arguments"),
+    [("enable_attention", {"backend": "sage"}), ("enable_vae_tiling", {"exact": True})],
 )
-def test_a_lever_of_a_later_version(verb: str) -> None:
-    """Its verb says that it is not in this version, and changes nothing."""
+def test_a_lever_of_a_later_version(verb: str, arguments: dict[str, Any]) -> None:
+    """Its verb says that it is not in this version, and changes nothing; so does accelerate by its key."""
     pipe = accelerated("flux", "cache")
     with pytest.raises(DiffaccelError, match="not in this version"):
-        getattr(pipe, verb)()
+        getattr(pipe, verb)(**arguments)
+    assert torch.equal(tiny.run(pipe, "flux"), fresh("flux"))
+    for key, value in (("quantization", "fp8"), ("offload", "stage"), ("fusion", True)):
+        assert key in LATER
+        with pytest.raises(DiffaccelError, match="not in this version"):
+            accelerate(pipe, preset=None, strict=True, **{key: value})
+    assert torch.equal(tiny.run(pipe, "flux"), fresh("flux"))
+
+
+WANTING: list[tuple[str, dict[str, Any], type[DiffaccelError], str]] = [
+    ("teacache", {}, UnsupportedModelError, "FLUX.1-dev"),
+    ("teacache", {"coefficients": "flux.1-dve"}, InvalidOptionError, "FLUX.1-dev"),
+    ("teacache", {"coefficients": (1.0, 0.0)}, InvalidOptionError, "threshold"),
+    ("magcache", {}, UnsupportedModelError, "calibrate"),
+    ("magcache", {"ratios": [1.0, 0.9]}, InvalidOptionError, "threshold"),
+    ("step_schedule", {}, InvalidOptionError, "steps must name the computed steps"),
+    ("step_schedule", {"steps": "slwo"}, InvalidOptionError, "0 and 1"),
+    ("dbcache", {}, UnsupportedModelError, "8 front block"),
+    ("dbcache", {"front_blocks": 1, "steps_policy": "statik"}, InvalidOptionError, "static"),
+    ("taylorseer", {"interval": 0}, InvalidOptionError, "interval"),
+    ("taylorseer", {"order": 4}, InvalidOptionError, "order"),
+    ("easycache", {"branches": "both"}, InvalidOptionError, "first"),
+    ("interval_cache", {"scope": "blocks"}, InvalidOptionError, "stack"),
+]
+
+
+@pytest.mark.parametrize(("verb", "arguments", "error", "hint"), WANTING, ids=lambda value: str(value)[:40])
+def test_what_a_cache_wants(verb: str, arguments: dict[str, Any], error: type[DiffaccelError], hint: str) -> None:
+    """A cache that lacks what it needs, or is told nonsense, raises what names it, and changes nothing."""
+    pipe = accelerated("flux", "cache")
+    with pytest.raises(error, match=hint):
+        getattr(pipe, f"enable_{verb}")(**arguments)
     assert torch.equal(tiny.run(pipe, "flux"), fresh("flux"))

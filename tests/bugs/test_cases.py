@@ -10,11 +10,10 @@ from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Backends
 
 from diffaccel import accelerate, attach, restore
-from diffaccel.errors import DiffaccelError, InvalidOptionError, UnsupportedModelError
+from diffaccel.errors import DiffaccelError, InvalidOptionError
 from tests import tiny
 from tests.invariants.levers import (
     BACKEND,
-    CACHE_ITEM,
     CACHES,
     REUSE_ALL,
     THRESHOLD,
@@ -25,7 +24,6 @@ from tests.invariants.levers import (
     fresh,
     fresh_run,
     inner,
-    item,
     pattern,
     plain,
     put_on,
@@ -42,9 +40,7 @@ def test_c01_a_second_size(family: str) -> None:
     pipe = accelerated(family, "cache", cache_threshold=REUSE_ALL)
     new = accelerated(family, "cache", cache_threshold=REUSE_ALL)
     tiny.run(pipe, family)
-    assert torch.equal(
-        tiny.run(pipe, family, **second_size(family)), tiny.run(new, family, **second_size(family))
-    )
+    assert torch.equal(tiny.run(pipe, family, **second_size(family)), tiny.run(new, family, **second_size(family)))
 
 
 @pytest.mark.parametrize("family", CACHES)
@@ -191,9 +187,7 @@ def test_c11_two_experts() -> None:
     assert torch.isfinite(result).all() and not torch.equal(result, plain("wan22", num_inference_steps=steps))
     assert sum(first for first, _ in seen.values()) == 2 * steps
     assert all(first > 2 for first, _ in seen.values()), "both experts must run several steps here"
-    assert all(second == 2 for _, second in seen.values()), (
-        "each expert computes its first step, in both branches"
-    )
+    assert all(second == 2 for _, second in seen.values()), "each expert computes its first step, in both branches"
     for branch in ("cond", "uncond"):
         assert [index for index, name, _ in trace(pipe) if name == branch] == list(range(steps))
     again = tiny.run(pipe, "wan22", num_inference_steps=steps)
@@ -214,72 +208,7 @@ def test_c11_two_experts_neutral_and_undone() -> None:
     assert torch.equal(tiny.run(pipe, "wan22"), plain("wan22"))
 
 
-def flux2() -> Any:
-    """A tiny FLUX.2 pipeline without its text encoder."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, Flux2Pipeline, Flux2Transformer2DModel
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformer = Flux2Transformer2DModel(
-            patch_size=1,
-            in_channels=16,
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=32,
-            timestep_guidance_channels=32,
-            axes_dims_rope=(4, 4, 4, 4),
-        ).eval()
-    pipe = Flux2Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=None,
-        text_encoder=None,
-        tokenizer=None,
-        transformer=transformer,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def flux2_run(pipe: Any) -> torch.Tensor:
-    """Six steps of it to latents."""
-    embeds = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(3))
-    return tiny.output(
-        pipe(
-            prompt_embeds=embeds,
-            height=64,
-            width=64,
-            num_inference_steps=6,
-            generator=torch.Generator().manual_seed(0),
-            output_type="latent",
-        )
-    )
-
-
-def test_c12_a_family_without_a_card() -> None:
-    """diffusers#14280: FLUX.2 works or is refused by name at attach, never in the first forward."""
-    pipe = flux2()
-    reference = flux2_run(pipe)
-    before = tiny.snapshot_pipe(pipe)
-    options = {"cache": "first_block", "cache_threshold": REUSE_ALL, "cache_min_steps": 0}
-    accelerate(pipe, preset=None, **options)
-    entry = item(pipe.acceleration.plan, CACHE_ITEM)
-    if entry.status == "enabled":
-        flux2_run(pipe)
-        assert pipe.acceleration.report.hit_rate > 0
-    else:
-        assert "Flux2Transformer2DModel" in entry.reason
-        assert torch.equal(flux2_run(pipe), reference)
-        assert [step.index for step in pipe.acceleration.report.steps] == list(range(6))
-        with pytest.raises(UnsupportedModelError, match="Flux2Transformer2DModel"):
-            pipe.enable_first_block_cache()
-    restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
-    if entry.status != "enabled":
-        with pytest.raises(UnsupportedModelError, match="Flux2Transformer2DModel"):
-            accelerate(pipe, preset=None, strict=True, **options)
-        tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+# C12 (FLUX.2), C13, C14, C26 and more methods than the first-block cache are in test_cache_cases.py.
 
 
 @pytest.mark.parametrize("kind", ["same samples", "samples that change"])
@@ -295,11 +224,7 @@ def test_c15_control_inputs(kind: str) -> None:
         fixed = [torch.randn(1, 16, 32, generator=generator) for _ in range(2)]
 
         def add(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            more = (
-                fixed
-                if kind == "same samples"
-                else [torch.randn(1, 16, 32, generator=generator) for _ in range(2)]
-            )
+            more = fixed if kind == "same samples" else [torch.randn(1, 16, 32, generator=generator) for _ in range(2)]
             return args, kwargs | {"controlnet_block_samples": more}
 
         handle = target.transformer.register_forward_pre_hook(add, with_kwargs=True)
@@ -426,9 +351,7 @@ def test_x1_remove_a_lower_hook(family: str) -> None:
         HookRegistry.check_if_exists_or_initialize(block).register_hook(hooks[-1], "toy")
     put_on(pipe, family, "cache")
     tiny.run(pipe, family)
-    assert hooks[1].calls == pattern(pipe).count(True) < hooks[0].calls, (
-        "a skipped block does not run its hooks"
-    )
+    assert hooks[1].calls == pattern(pipe).count(True) < hooks[0].calls, "a skipped block does not run its hooks"
     HookRegistry.check_if_exists_or_initialize(pipe.transformer).remove_hook("toy", recurse=True)
     for hook in hooks:
         hook.calls = 0

@@ -53,7 +53,7 @@ def test_presets() -> None:
 def test_auto_lists_what_is_not_there_yet(flux) -> None:  # type: ignore[no-untyped-def]
     decided = plan(flux)
     assert decided.item("cache.first_block").status == "enabled"
-    for name in ("quantization.fp8", "offload.stage", "vae.tiling", "fusion", "guidance.reuse"):
+    for name in ("quantization.fp8", "offload.stage", "vae.tiling", "fusion"):
         assert decided.item(name).status == "skipped" and "not in this version" in decided.item(name).reason
     assert "_diffaccel" not in vars(flux), "planning touches nothing"
 
@@ -94,10 +94,19 @@ def test_unknown_options(flux, overrides: dict[str, object], meant: str) -> None
 
 
 def test_options_of_later_versions(flux) -> None:  # type: ignore[no-untyped-def]
-    item = plan(flux, None, cache="teacache", cache_threshold=0.4, cache_coefficients="auto").item("cache.teacache")
-    assert item.status == "skipped" and "first_block" in item.reason
+    item = plan(flux, None, offload="stage").item("offload.stage")
+    assert item.status == "skipped" and "not in this version" in item.reason
+    item = plan(flux, None, attention="sage").item("attention.sage")
+    assert item.status == "skipped" and "flash" in item.reason, "what is ready is named"
     with pytest.raises(InvalidOptionError, match="not in this version"):
         accelerate(flux, None, strict=True, quantization="fp8")
+
+
+def test_a_method_without_its_numbers_is_skipped_with_the_models_that_have_some(flux) -> None:  # type: ignore[no-untyped-def]
+    item = plan(flux, None, cache="teacache", cache_threshold=0.4, cache_coefficients="auto").item("cache.teacache")
+    assert item.status == "skipped" and "FLUX.1-dev" in item.reason and "calibrate" in item.reason
+    given = plan(flux, None, cache="teacache", cache_threshold=0.4, cache_coefficients="FLUX.1-dev")
+    assert given.item("cache.teacache").status == "enabled"
 
 
 def test_preset_of_another_family(sdxl) -> None:  # type: ignore[no-untyped-def]
@@ -133,7 +142,7 @@ def test_overrides_of_another_method_drop_the_presets_numbers(flux) -> None:  # 
     assert plan(flux, "cpu-demo", cache=None).enabled == ()
     assert plan(flux, "cpu-demo", cache_threshold=0.5).item("cache.first_block").params["threshold"] == 0.5
     item = plan(flux, "cpu-demo", cache="interval").item("cache.interval")
-    assert item.status == "skipped" and item.params == {}
+    assert item.status == "enabled" and "threshold" not in item.params and item.params["interval"] == 2
 
 
 def test_hardware(flux) -> None:  # type: ignore[no-untyped-def]

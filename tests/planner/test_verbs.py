@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diffaccel import InvalidOptionError, attach, restore
+from diffaccel import InvalidOptionError, UnsupportedModelError, attach, restore
 from tests import tiny
 
 
@@ -38,7 +38,8 @@ def test_a_failing_verb_changes_nothing(flux) -> None:  # type: ignore[no-untype
         lambda: flux.enable_first_block_cache(threshold=-1),
         lambda: flux.enable_attention("flash"),
         lambda: flux.enable_attention("sage2"),
-        lambda: flux.enable_teacache(),
+        lambda: flux.enable_step_schedule(),
+        lambda: flux.enable_dbcache(front_blocks=0),
     ):
         with pytest.raises(InvalidOptionError):
             call()
@@ -46,9 +47,38 @@ def test_a_failing_verb_changes_nothing(flux) -> None:  # type: ignore[no-untype
 
 
 def test_verbs_of_later_versions_say_so(flux) -> None:  # type: ignore[no-untyped-def]
-    for name in ("teacache", "dbcache", "taylorseer", "magcache", "step_schedule", "interval_cache", "deepcache"):
-        with pytest.raises(InvalidOptionError, match="not in this version"):
-            getattr(flux, f"enable_{name}")()
+    with pytest.raises(InvalidOptionError, match="not in this version"):
+        flux.enable_attention("sage")
+    with pytest.raises(InvalidOptionError, match="not in this version"):
+        flux.enable_vae_tiling(exact=True)
+
+
+def test_every_cache_has_a_verb(flux) -> None:  # type: ignore[no-untyped-def]
+    for verb, parameters, name in (
+        ("first_block_cache", {}, "first_block"),
+        ("dbcache", {"front_blocks": 1}, "dbcache"),
+        ("taylorseer", {}, "taylorseer"),
+        ("teacache", {"coefficients": (1.0, 0.0), "threshold": 0.1}, "teacache"),
+        ("magcache", {"ratios": (1.0, 0.9), "threshold": 0.1}, "magcache"),
+        ("seacache", {}, "seacache"),
+        ("easycache", {}, "easycache"),
+        ("dicache", {}, "dicache"),
+        ("interval_cache", {}, "interval"),
+        ("step_schedule", {"steps": [0, 2, 4]}, "schedule"),
+    ):
+        assert getattr(flux, f"enable_{verb}")(**parameters) is flux
+        assert flux.acceleration.plan.enabled == (f"cache.{name}",)
+        assert parameters.items() <= flux.acceleration.plan.item(f"cache.{name}").params.items()
+
+
+def test_verbs_that_lack_what_they_need(flux) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UnsupportedModelError, match=r"no calibrated coefficients.*FLUX\.1-dev"):
+        flux.enable_teacache()
+    with pytest.raises(UnsupportedModelError, match="no ratios"):
+        flux.enable_magcache()
+    with pytest.raises(InvalidOptionError, match="steps must name the computed steps"):
+        flux.enable_step_schedule()
+    assert flux.acceleration.plan.enabled == ()
 
 
 def test_verbs_go_with_restore() -> None:
