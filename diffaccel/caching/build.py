@@ -26,6 +26,8 @@ def unfit(recipe: Recipe, module: torch.nn.Module, spec: ModelSpec) -> str | Non
     if sightless is not None:
         return sightless
     in_blocks = gate.observes in IN_BLOCKS
+    if recipe.per_sample and not recipe.policy.static and not isinstance(scope, (Stack, Denoiser)):
+        return f"per_sample needs the scope Stack or Denoiser, not {type(scope).__name__}"
     if isinstance(scope, Denoiser) and scope.correct > recipe.policy.predictor.depth:
         return f"correct={scope.correct} needs a forecast of order {scope.correct - 1} or more"
     if isinstance(scope, Denoiser) and not in_blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,9 +37,30 @@ class DenoiserTap:
         """The call is computed; with `correct`, its output will make good what forecasts before it missed."""
         branch, call = self.engine.branch, self.engine.call
         assert branch is not None and call is not None
+        if self.engine.recipe.per_sample:
+            self._then(call, self._mend)
         if self.scope.correct and branch.missed:
-            outer = call.finish
-            call.finish = self._correct if outer is None else (lambda output: outer(self._correct(output)))
+            self._then(call, self._correct)
+
+    def _then(self, call: Call, change: Callable[[Any], Any]) -> None:
+        """Change the output before anybody else does."""
+        outer = call.finish
+        call.finish = change if outer is None else (lambda output: outer(change(output)))
+
+    def _mend(self, output: Any) -> Any:
+        """Samples that are reused get their forecasts."""
+        tensors, repack = leaves(output)
+        base = leading(as_tensor(self.engine.main), tensors[0]) if self.scope.residual and len(tensors) == 1 else None
+        values = tuple(tensors) if base is None else (tensors[0] - base,)
+        mended = self.engine.mend(values)
+        if mended is None:
+            return output
+        whole = [t.clone() for t in tensors]
+        for tensor, value, new in zip(whole, values, mended, strict=True):
+            rows = ~(value == new).flatten(1).all(1)
+            answer = new if base is None else base + new
+            tensor[rows] = answer[rows].to(tensor.dtype)
+        return repack(whole)
 
     def _correct(self, output: Any) -> Any:
         engine, branch = self.engine, self.engine.branch

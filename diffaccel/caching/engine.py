@@ -8,7 +8,7 @@ a skip is an edit of the chain that lasts one denoiser call (under the root hook
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from ..core.hooks import RootHook
 from ..core.run import Call, Run
 from ..models.spec import ModelSpec
 from .gates import GRID, INPUT, NOTHING, OUTPUT, TIME
+from .grouped import GroupedPolicy, groups_of
 from .policy import ALL, Foreseen, Memory, Policy, bytes_held, forecast_error, foresee, half_of, new_memory
 from .scopes import BEHIND_FIRST_BLOCK, Denoiser, Scope
 from .sights import Sights
@@ -36,6 +37,7 @@ class Recipe:
         scope: what a reused step leaves out.
         branches: "each" guidance branch decides for itself, or the "first" one of a step for all of that step.
         float32: remember tensors in float32 rather than in the model's own dtype.
+        per_sample: every sample of a batch decides for itself (`grouped.GroupedPolicy`).
         process_group: members that must decide alike (`torch.distributed`); None for this process alone.
     """
 
@@ -44,6 +46,7 @@ class Recipe:
     branches: str = "each"
     float32: bool = False
     process_group: Any = None
+    per_sample: bool = False
 
 
 class Branch:
@@ -60,7 +63,7 @@ class Branch:
         self.template: Any = None  # structure of the denoiser's output, for the scope that answers in its stead
         self.foreseen: Foreseen | None = None
         self.missed: tuple[tuple[int, float], ...] = ()  # (index, coordinate) of reused steps since a computed one
-        self.policy: Policy
+        self.policy: Policy | GroupedPolicy
         self.sights: Sights
         self.memory: Memory
 
@@ -72,7 +75,7 @@ class Tap(Protocol):
         """The call is a reuse: leave the scope's modules out of it, and use `engine.forecast()` instead."""
 
     def compute(self) -> None:
-        """The call is computed (asked of the scope `Denoiser` with `correct` only)."""
+        """The call is computed (asked of corrections and of samples that decide for themselves only)."""
 
     def release(self, call: Call) -> None:
         """The call is over: put everything back."""
@@ -102,7 +105,7 @@ class Engine:
         self.computing = False
         self.asked: tuple[Run, int] | None = None  # the loop that `sits_out` is about
         self.sits_out = False
-        self.lead: tuple[Run, int, int, bool] | None = None  # (run, loop, step, hit) of the step's first branch
+        self.lead: tuple[Run, int, int, Any] | None = None  # (run, loop, step, hit or hits) of the step's first branch
 
     # ---- one denoiser call -----------------------------------------------------------------------------
 
@@ -172,7 +175,9 @@ class Engine:
         branch.scheduled = policy.reads_schedule or self.corrects
         sigmas = self._sigmas(run)
         branch.policy = policy = policy.fit(run.total, call.branch, sigmas, run.begin)
-        branch.memory = policy.start()
+        if self.recipe.per_sample and not policy.static:
+            branch.policy = GroupedPolicy.of(policy, groups_of(form[0][0], _doubled(call)))
+        branch.memory = branch.policy.start()
         branch.sights = Sights(self.spec, self.module, policy.gate)
         reason = branch.sights.open_loop(run, args, kwargs)
         if reason is not None:
@@ -223,13 +228,14 @@ class Engine:
         if self.recipe.branches == "first" and (
             self.lead is None or self.lead[:3] != (call.run, call.loop, call.step)
         ):
-            self.lead = (call.run, call.loop, call.step, hit)
+            alike = branch.policy.verdicts(branch.memory) if isinstance(branch.policy, GroupedPolicy) else hit
+            self.lead = (call.run, call.loop, call.step, alike)
         if hit:
             call.computed = False
             self.tap.skip()
         else:
             self.computing = True
-            if self.corrects:
+            if self.corrects or self.recipe.per_sample:
                 self.tap.compute()
 
     @eager
@@ -243,6 +249,13 @@ class Engine:
         finally:
             set_eval_frame(compiling)
 
+    def mend(self, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        """What a computed step must give instead of `values` where some samples are reused; None: just those."""
+        branch = self.branch
+        if branch is None or not isinstance(branch.policy, GroupedPolicy):
+            return None
+        return branch.policy.mend(branch.memory, self.step, self.seen, values)
+
     @eager
     def store(self, values: tuple[torch.Tensor, ...]) -> None:
         """The scope was computed: note what a forecast would have missed, and remember `values`."""
@@ -253,7 +266,9 @@ class Engine:
         try:
             if self.recipe.float32:
                 values = tuple([value.float() for value in values])
-            if before.history:
+            if isinstance(policy, GroupedPolicy):
+                call.error = policy.error(before, self.step, values, self.seen) if before.history else None
+            elif before.history:
                 call.error = forecast_error(policy, before, self.step, values, self.seen)
             output = values[0] if policy.gate.observes == OUTPUT else None
             branch.memory = policy.store(before, self.step, values, self.seen, output)
@@ -279,7 +294,8 @@ class Engine:
                     branch.memory = branch.policy.record(branch.memory, self.step, self.seen, output)
                 if branch.memory.tally.consecutive < 2:  # what such a gate keeps grows behind a computed step
                     self._weigh(branch, call)
-            if call.half is not None and call.output is not None and isinstance(self.main, torch.Tensor):
+            plain = isinstance(branch.policy, Policy) and isinstance(self.main, torch.Tensor)
+            if call.half is not None and call.output is not None and plain:
                 self._mirror(branch, call, *call.half)
         finally:
             self.branch = self.call = self.main = self.seen = None
@@ -315,6 +331,11 @@ class Engine:
         self.tap.undo()
 
 
+def _doubled(call: Call) -> bool:
+    """Does this call hold both guidance branches? Pipelines may name it so without guidance."""
+    return call.branch == "cond_uncond" and bool(getattr(call.run.pipe, "do_classifier_free_guidance", True))
+
+
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first argument, which carries the latents."""
     return args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
@@ -329,8 +350,3 @@ def _enough(policy: Policy, run: Run) -> bool:
     timesteps, sigmas = run.schedule()
     wants_timesteps = policy.predictor.coordinate == "timestep"
     return bool(timesteps) and (bool(sigmas) or (wants_timesteps and not policy.gate.reads_schedule))
-
-
-def per_sample(recipe: Recipe) -> Recipe:
-    """The recipe with the worst sample of a batch deciding."""
-    return replace(recipe, policy=replace(recipe.policy, gate=recipe.policy.gate.per_sample()))

@@ -77,7 +77,10 @@ class _Mark(Hook):
                 y = streams[self.main]
                 engine.decide((y, tap.x) if engine.recipe.policy.gate.observes == PAIR else y - tap.x)
         else:
-            tap.sink(tuple(map(torch.sub, map(streams.__getitem__, tap.reads), tap.entry)))
+            values = tuple(map(torch.sub, map(streams.__getitem__, tap.reads), tap.entry))
+            if engine.recipe.per_sample:
+                output = tap.mended(streams, values, output)
+            tap.sink(values)
         return output
 
 
@@ -152,6 +155,23 @@ class StackTap:
         if self.joins:
             return (torch.cat([streams[name] for name in self.joins], dim=1),)
         return tuple([streams[name] for name in self.reads])
+
+    def mended(self, streams: Streams, values: tuple[torch.Tensor, ...], output: Any) -> Any:
+        """The last block's output, with the forecasts of the samples that are reused at a computed step."""
+        mended = self.engine.mend(values)
+        if mended is None:
+            return output
+        mixed = {}
+        for name, entry, value, new in zip(self.reads, self.entry, values, mended, strict=True):
+            same = (value == new).flatten(1).all(1)  # rows that were due keep what was computed, to the bit
+            shape = (-1, *([1] * (value.ndim - 1)))
+            mixed[name] = torch.where(same.reshape(shape), streams[name], (entry + new).to(entry.dtype))
+        streams = streams | mixed
+        return (
+            streams[self.last.outputs[0]]
+            if len(self.last.outputs) == 1
+            else tuple(streams[n] for n in self.last.outputs)
+        )
 
     # ---- the tap ---------------------------------------------------------------------------------------
 

@@ -133,7 +133,7 @@ def test_c07_off_is_off(family: str) -> None:
 
 @pytest.mark.parametrize("family", CACHES)
 def test_c09_one_decision_for_the_whole_batch(family: str) -> None:
-    """nunchaku#596: the decision is one for the batch; the documentation of the verb says so."""
+    """nunchaku#596: the decision is one for the batch, and the documentation says so; see caching/test_grouped.py."""
     pipe = accelerated(family, "cache")
     tiny.run(pipe, family, prompt=[*tiny.PROMPTS[:2]])
     assert len(pattern(pipe)) == tiny.STEPS * (2 if family == "wan" else 1)

@@ -13,7 +13,7 @@ from ...core.compat import native_cache, unwrap_module
 from ...core.run import Run
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, UnsupportedModelError, unknown
 from ..build import blocks_left_out, put_on, unfit
-from ..engine import BRANCHES, Engine, Recipe, per_sample
+from ..engine import BRANCHES, Engine, Recipe
 from ..guards import Guards
 from ..predictors import Forecast
 from ..scopes import Denoiser, Modules, Scope, Stack
@@ -59,7 +59,8 @@ class StepCache:
         start, end: shares of the loop between which a reuse is allowed.
         max_bytes: what one guidance branch may hold; None: no limit.
         branches: "each" guidance branch decides for itself, or the "first" of a step (the conditional one) for all.
-        per_sample: in a batch, the sample that changed most decides, rather than the mean.
+        per_sample: in a batch, every sample decides for itself and gets the picture of its single run; a step is left
+            out where all of them ask for it. Otherwise one mean decides for all.
         float32: remember tensors in float32 rather than in the model's own dtype (doubles the memory of bf16).
     """
 
@@ -116,8 +117,8 @@ class StepCache:
 
     def full_recipe(self, target: Target) -> Recipe:
         """The recipe with the parameters that all methods share."""
-        recipe = replace(self.recipe(target), branches=self.branches, float32=self.float32)
-        return per_sample(recipe) if self.per_sample else recipe
+        more = {"branches": self.branches, "float32": self.float32, "per_sample": self.per_sample}
+        return replace(self.recipe(target), **more)  # type: ignore[arg-type]
 
     # ---- the spine of a lever --------------------------------------------------------------------------
 

@@ -1,0 +1,158 @@
+"""A policy that decides for every sample of a batch by itself, as if each were run alone.
+
+A step is left out only where all samples ask for it. Where some do, the whole batch is computed, the others get their
+own forecasts put over what was computed, and only those that were due remember it: so each sample's picture is that
+of its single run, at the price of the most restless one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .guards import Tally
+from .policy import ALL, Memory, Policy, forecast_error
+from .predictors import Sample
+from .step import Step
+
+Rows = tuple[int, ...]
+_KEPT = Sample(0.0, ())  # stands in the joint history for a step that every sample remembers
+
+
+def groups_of(rows: int, doubled: bool) -> tuple[Rows, ...]:
+    """The rows of every sample: one, or one of each half where a batch holds both guidance branches."""
+    half = rows // 2
+    return tuple((i, i + half) for i in range(half)) if doubled and rows % 2 == 0 else tuple((i,) for i in range(rows))
+
+
+def take(seen: Any, rows: Rows) -> Any:
+    """What one sample shows the gate: its rows of a tensor, or of each tensor of a tuple."""
+    if isinstance(seen, torch.Tensor):
+        return seen[list(rows)]
+    return tuple([take(item, rows) for item in seen]) if isinstance(seen, tuple) else seen
+
+
+@dataclass(frozen=True)
+class GroupedPolicy:
+    """`Policy` for a batch whose samples lie at `groups`. Its memory's `gate` holds one `Memory` for each of them."""
+
+    policy: Policy
+    groups: tuple[Rows, ...]
+
+    @property
+    def gate(self) -> Any:
+        """That of one sample."""
+        return self.policy.gate
+
+    @property
+    def predictor(self) -> Any:
+        """That of one sample."""
+        return self.policy.predictor
+
+    @classmethod
+    def of(cls, policy: Policy, groups: tuple[Rows, ...]) -> GroupedPolicy:
+        """A fitted policy shared out; a cap on bytes is for all samples together."""
+        cap = policy.guards.max_bytes
+        if cap is not None:
+            policy = replace(policy, guards=replace(policy.guards, max_bytes=cap // len(groups)))
+        return cls(policy, groups)
+
+    def start(self) -> Memory:
+        """Nothing remembered of any sample."""
+        return Memory(tuple([self.policy.start() for _ in self.groups]))
+
+    def _joint(self, parts: list[Memory], index: int) -> Memory:
+        values = [part.value for part in parts if part.value is not None]
+        kept = min(len(part.history) for part in parts)
+        consecutive = min(part.tally.consecutive for part in parts)
+        return Memory(tuple(parts), Tally(consecutive), (_KEPT,) * kept, max(values, default=None), index)
+
+    def _each(
+        self, memory: Memory, step: Step, ask: Callable[[Memory, Rows], tuple[bool, Memory]]
+    ) -> tuple[bool, Memory]:
+        answers = [ask(part, rows) for part, rows in zip(memory.gate, self.groups, strict=True)]
+        return all(hit for hit, _ in answers), self._joint([part for _, part in answers], step.index)
+
+    def decide(self, memory: Memory, seen: Any, step: Step) -> tuple[bool, Memory]:
+        """Do all samples ask to reuse this step? Waits for the device once per sample that compares."""
+        return self._each(memory, step, lambda part, rows: self.policy.decide(part, take(seen, rows), step))
+
+    def follow(self, memory: Memory, hits: tuple[bool, ...], step: Step) -> tuple[bool, Memory]:
+        """Do what another branch's `verdicts` say about this step, sample by sample."""
+        fits = len(hits) == len(self.groups)
+        wanted = dict(zip(self.groups, hits if fits else [False] * len(self.groups), strict=True))
+        return self._each(memory, step, lambda part, rows: self.policy.follow(part, wanted[rows], step))
+
+    def verdicts(self, memory: Memory) -> tuple[bool, ...]:
+        """Of every sample, whether it asked to reuse the step that was decided last."""
+        return tuple([part.tally.consecutive > 0 for part in memory.gate])
+
+    def settled(self, memory: Memory) -> list[int]:
+        """Which samples asked to reuse the step that was decided last."""
+        return [i for i, hit in enumerate(self.verdicts(memory)) if hit]
+
+    def forecast(self, memory: Memory, step: Step, seen: Any = None, part: slice = ALL) -> tuple[torch.Tensor, ...]:
+        """What the skipped part would have said to every sample, per stream."""
+        said = [
+            self.policy.forecast(one, step, take(seen, rows), part)
+            for one, rows in zip(memory.gate, self.groups, strict=True)
+        ]
+        return tuple([self._gather(list(column)) for column in zip(*said, strict=True)])
+
+    def _gather(self, pieces: list[torch.Tensor]) -> torch.Tensor:
+        whole = pieces[0].new_empty((sum(map(len, self.groups)), *pieces[0].shape[1:]))
+        for piece, rows in zip(pieces, self.groups, strict=True):
+            whole[list(rows)] = piece
+        return whole
+
+    def mend(
+        self, memory: Memory, step: Step, seen: Any, values: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
+        """`values` of a computed step with the forecasts of those samples that asked to reuse it; None: of none."""
+        settled = self.settled(memory)
+        if not settled:
+            return None
+        mended = [value.clone() for value in values]
+        for i in settled:
+            rows = self.groups[i]
+            for whole, piece in zip(mended, self.policy.forecast(memory.gate[i], step, take(seen, rows)), strict=True):
+                whole[list(rows)] = piece.to(whole.dtype)
+        return tuple(mended)
+
+    def error(self, memory: Memory, step: Step, values: tuple[torch.Tensor, ...], seen: Any) -> torch.Tensor:
+        """What a reuse would have missed for every row, [B]; not a number where nothing is remembered."""
+        rows = values[0].shape[0]
+        errors = torch.full((rows,), float("nan"), device=values[0].device)
+        for part, mine in zip(memory.gate, self.groups, strict=True):
+            own = forecast_error(self.policy, part, step, tuple([take(v, mine) for v in values]), take(seen, mine))
+            if own is not None:
+                errors[list(mine)] = own.to(errors.dtype)
+        return errors
+
+    def store(
+        self,
+        memory: Memory,
+        step: Step,
+        values: tuple[torch.Tensor, ...],
+        seen: Any = None,
+        output: torch.Tensor | None = None,
+    ) -> Memory:
+        """Remember a computed step, for the samples that were due."""
+        parts = list(memory.gate)
+        for i in set(range(len(parts))) - set(self.settled(memory)):
+            rows = self.groups[i]
+            mine = tuple([take(value, rows) for value in values])
+            shown = None if output is None else take(output, rows)
+            parts[i] = self.policy.store(parts[i], step, mine, take(seen, rows), shown)
+        return self._joint(parts, memory.last)
+
+    def record(self, memory: Memory, step: Step, seen: Any, output: torch.Tensor) -> Memory:
+        """Show the gate what a computed step gave, for the samples that were due."""
+        parts = list(memory.gate)
+        for i in set(range(len(parts))) - set(self.settled(memory)):
+            rows = self.groups[i]
+            parts[i] = self.policy.record(parts[i], step, take(seen, rows), take(output, rows))
+        return self._joint(parts, memory.last)
