@@ -29,6 +29,9 @@ SEARCHED: tuple[tuple[str, int, int, int, str, str], ...] = (
     ("image", 9, 2, 0, "step", "1010001000100010001000100101"),
     ("image", 9, 2, 2, "sigma", "1001000100010001001000100101"),
     ("image", 9, 1, 2, "sigma", "1001000100010010001001000101"),
+    ("video", 14, 1, 0, "sigma", "1010101010010100101010101110"),
+    ("video", 14, 1, 2, "sigma", "1010101010001001001010101111"),
+    ("video", 9, 1, 0, "sigma", "1000100010001010001001001010"),
 )
 STACK_TOO = (0, 5)  # rows that are tried in the scope "stack" as well
 

@@ -2,6 +2,7 @@
 
     python benchmarks/demo_bench.py                               # the three strengths as shipped
     python benchmarks/demo_bench.py --thresholds 0.04 0.08 0.16   # a sweep of the cache threshold instead
+    python benchmarks/demo_bench.py --video                       # the same with the video pipeline
 
 Prints one JSON document and writes it to --out.
 """
@@ -13,30 +14,34 @@ import json
 from pathlib import Path
 
 from diffaccel.cli.demo import demo
-from diffaccel.cli.rounds import PLAIN, STRENGTHS, Strength
+from diffaccel.cli.rounds import PLAIN, Strength
 
 AIM = {"run": "medium", "speedup": 1.4, "psnr": 28.0}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed and fidelity of the demo's strengths.")
+    parser.add_argument("--video", action="store_true")
     parser.add_argument("--thresholds", type=float, nargs="+", metavar="T")
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "demo.json")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
-    strengths = STRENGTHS
+    kind, preset, name = ("video", "auto", "demo_video.json") if args.video else ("image", "cpu-demo", "demo.json")
+    out = args.out or Path(__file__).parent / "results" / name
+    strengths = None
     if args.thresholds:
-        swept = (Strength(f"{value:g}", "cpu-demo", {"cache_threshold": value}) for value in args.thresholds)
+        swept = (Strength(f"{value:g}", preset, {"cache_threshold": value}) for value in args.thresholds)
         strengths = (PLAIN, *swept)
-    document, _ = demo(args.steps, args.prompts, args.rounds, args.seed, strengths=strengths)
-    document["aim"] = AIM | {"met": _met(document["runs"])}
+    document, _ = demo(args.steps, args.prompts, args.rounds, args.seed, kind=kind, strengths=strengths)
+    if not args.video:
+        document["aim"] = AIM | {"met": _met(document["runs"])}
     text = json.dumps(document, indent=1, allow_nan=False)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(text + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text + "\n")
     print(text)
 
 

@@ -1,4 +1,4 @@
-"""`diffaccel demo`: one small, really trained pipeline, plain and accelerated, side by side."""
+"""`diffaccel demo [--video]`: one small, really trained pipeline, plain and accelerated, side by side."""
 
 from __future__ import annotations
 
@@ -10,17 +10,38 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import hush_libraries
-from .rounds import STRENGTHS, Outcome, Strength, measure
+from .rounds import PLAIN, STRENGTHS, Outcome, Strength, measure
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _SHOWN = "medium"  # the preset as it is; its plan is the one printed
-_FILES = {"grid": "demo_grid.png", "strip": "demo_steps.png", "json": "demo.json"}
+_FILES = {
+    "image": {"grid": "demo_grid.png", "strip": "demo_steps.png", "json": "demo.json"},
+    "video": {
+        "grid": "demo_video_grid.png",
+        "clips": "demo_video.gif",
+        "strip": "demo_video_steps.png",
+        "json": "demo_video.json",
+    },
+}
+# As for pictures, on the plan that "auto" makes for the video pipeline.
+VIDEO_STRENGTHS: tuple[Strength, ...] = (
+    PLAIN,
+    Strength("gentle", "auto", {"cache_threshold": 0.1}),
+    Strength("medium", "auto", {"cache_threshold": 0.2}),
+    Strength("strong", "auto", {"cache_threshold": 0.4}),
+)
+_FRAMES_SHOWN = 3  # of each clip, in the grid
+_FRAME_MS = 125
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("--video", action="store_true", help="the bundled video pipeline instead of the picture one")
     add("--json", action="store_true", help="print one JSON document instead of tables")
     add("--out", type=Path, default=Path("out"), metavar="DIR", help="folder for the pictures (out)")
     add("--steps", type=_positive, default=28, metavar="N", help="denoising steps (28)")
@@ -31,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    kind = "video" if args.video else "image"
     with _progress(args.rounds, args.quiet) as tick:
-        document, outcomes = demo(args.steps, args.prompts, args.rounds, args.seed, tick=tick)
+        document, outcomes = demo(args.steps, args.prompts, args.rounds, args.seed, kind=kind, tick=tick)
     document["files"] = write_files(document, outcomes, args.out)
     if args.json:
         print(json.dumps(document, indent=2, allow_nan=False))
@@ -47,20 +69,29 @@ def demo(
     rounds: int = 3,
     seed: int = 0,
     *,
-    strengths: Sequence[Strength] = STRENGTHS,
+    kind: str = "image",
+    strengths: Sequence[Strength] | None = None,
     tick: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, Any], list[Outcome]]:
-    """Measure the image testbed, plain strength first: the JSON document and the outcomes behind it."""
+    """Measure one testbed, plain strength first: the JSON document and the outcomes behind it.
+
+    `strengths` are those of the kind unless told. An outcome of kind "video" has lists of frames for images.
+    """
     hush_libraries()
     from diffaccel import testbed
 
-    pipe = testbed.load("image")
+    pipe = testbed.load(kind)
     pipe.set_progress_bar_config(disable=True)  # one bar for all runs instead
-    texts = testbed.prompts("test", prompts)
-    kwargs = testbed.call_kwargs("image")
+    texts = testbed.prompts("test", prompts, kind=kind)
+    kwargs = testbed.call_kwargs(kind)
+    if strengths is None:
+        strengths = VIDEO_STRENGTHS if kind == "video" else STRENGTHS
+    if kind == "video":
+        kwargs["output_type"] = "pil"
     outcomes = measure(pipe, texts, kwargs, steps=steps, rounds=rounds, seed=seed, strengths=strengths, tick=tick)
     document = {
         "schema": 1,
+        "kind": kind,
         "pipeline": type(pipe).__name__,
         "prompts": texts,
         "seed": seed,
@@ -73,7 +104,7 @@ def demo(
 
 
 def run_entry(outcome: Outcome, plain: Outcome, prompts: Sequence[str]) -> dict[str, Any]:
-    """One entry of "runs". psnr and ssim are against the plain pictures and null for the plain run itself;
+    """One entry of "runs". psnr and ssim are against the plain run's pictures and null for the plain run itself;
     psnr is also null where all pictures are identical, which `identical` then says."""
     from diffaccel import quality, testbed
 
@@ -90,31 +121,62 @@ def run_entry(outcome: Outcome, plain: Outcome, prompts: Sequence[str]) -> dict[
         "computed": list(outcome.computed),
     }
     if outcome is not plain:
-        scores = quality.compare(plain.images, outcome.images)
+        scores = quality.compare(_frames(plain.images), _frames(outcome.images))
         entry |= quality.jsonable(scores) | {"identical": math.isinf(scores["psnr"])}
     return entry
 
 
+def _frames(images: Sequence[Any]) -> list[Image]:
+    """Pictures as they are, clips as all their frames one after the other."""
+    return [frame for image in images for frame in (image if isinstance(image, list) else [image])]
+
+
 def write_files(document: dict[str, Any], outcomes: Sequence[Outcome], out: Path) -> dict[str, str]:
-    """Write the grid, the strip and the document into `out`; {what: path}."""
+    """Write the pictures (or clips), the strip and the document into `out`; {what: path}."""
     from .drawing import picture_grid, step_strip
 
     out.mkdir(parents=True, exist_ok=True)
-    files = {what: str(out / name) for what, name in _FILES.items()}
+    files = {what: str(out / name) for what, name in _FILES[document["kind"]].items()}
     labels = [
         [entry["name"], f"{entry['seconds']:.2f} s, {entry['speedup']:.2f}x", _fidelity(entry)]
         for entry in document["runs"]
     ]
-    picture_grid([o.images for o in outcomes], labels, document["prompts"]).save(files["grid"])
+    texts = document["prompts"]
+    rows: list[list[Any]] = [outcome.images for outcome in outcomes]  # of pictures, or of clips
+    if document["kind"] == "video":
+        picture_grid([[_side_by_side(clip) for clip in row] for row in rows], labels, texts).save(files["grid"])
+        first, *others = [
+            picture_grid([[clip[number] for clip in row] for row in rows], labels, texts)
+            for number in range(len(rows[0][0]))
+        ]
+        first.save(files["clips"], save_all=True, append_images=others, duration=_FRAME_MS, loop=0)
+    else:
+        picture_grid(rows, labels, texts).save(files["grid"])
     step_strip([o.computed for o in outcomes], [o.name for o in outcomes]).save(files["strip"])
     Path(files["json"]).write_text(json.dumps(document | {"files": files}, indent=2, allow_nan=False) + "\n")
     return files
 
 
+def _side_by_side(clip: Sequence[Image]) -> Image:
+    """The first, middle and last frame of a clip as one picture."""
+    from PIL import Image as PIL_Image
+
+    last = len(clip) - 1
+    shown = [clip[round(i * last / (_FRAMES_SHOWN - 1))] for i in range(_FRAMES_SHOWN)]
+    width, height = shown[0].size
+    canvas = PIL_Image.new("RGB", (_FRAMES_SHOWN * width, height))
+    for number, frame in enumerate(shown):
+        canvas.paste(frame, (number * width, 0))
+    return canvas
+
+
 def report_text(document: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     """The plan, the table of runs and where the pictures are, as printed."""
     shown = next(outcome for outcome in outcomes if outcome.name == _SHOWN)
-    runs = document["runs"]
+    runs, files = document["runs"], document["files"]
+    film = document["kind"] == "video"
+    what, asked = ("clips", "places, grounds and motions") if film else ("pictures", "places and grounds")
+    places = {"grid": what.capitalize(), "clips": "moving", "strip": "steps", "json": "figures"}
     head = ("run", "computed", "seconds", "speed", "PSNR", "SSIM", "score")
     body = [
         (
@@ -138,11 +200,10 @@ def report_text(document: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
             shown.table.rstrip(),
             "",
             f"Runs (median of {document['rounds']} interleaved rounds after a warm-up; PSNR and SSIM against",
-            "the plain pictures; score: share of shapes, colours, sizes, places and grounds as asked for):",
+            f"the plain {what}; score: share of shapes, colours, sizes, {asked} as asked for):",
             *_align([head, *body]),
             "",
-            f"Pictures: {document['files']['grid']}   steps: {document['files']['strip']}   "
-            f"figures: {document['files']['json']}",
+            "   ".join(f"{word}: {files[name]}" for name, word in places.items() if name in files),
         ]
     )
 
@@ -182,7 +243,7 @@ def _progress(rounds: int, quiet: bool) -> Iterator[Callable[[], object]]:
     """A bar on stderr that advances with each run; none where stderr is not a terminal."""
     from tqdm.auto import tqdm
 
-    total = (rounds + 1) * len(STRENGTHS)
+    total = (rounds + 1) * len(STRENGTHS)  # of either kind
     hide = quiet or not sys.stderr.isatty()
     with tqdm(total=total, desc="demo", unit="run", file=sys.stderr, disable=hide) as bar:
         yield bar.update

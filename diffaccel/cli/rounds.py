@@ -101,8 +101,9 @@ def _one_run(
         accelerate(pipe, preset=strength.preset, **strength.overrides)
     try:
         started = clock()
-        outcome.images = pipe(list(prompts), generator=generators, **call_kwargs).images
+        result = pipe(list(prompts), generator=generators, **call_kwargs)
         seconds = clock() - started
+        outcome.images = result.images if hasattr(result, "images") else result.frames  # a video is a list of pictures
         outcome.computed = (True,) * call_kwargs["num_inference_steps"]
         if strength.preset is not None:
             outcome.computed = computed_steps(pipe.acceleration.report)

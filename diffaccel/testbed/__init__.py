@@ -1,17 +1,18 @@
-"""Tiny but really trained pipelines, their world of coloured shapes, and a scorer that reads pictures.
+"""Tiny but really trained pipelines, their world of coloured shapes, and a scorer that reads pictures and clips.
 
     pipe = testbed.load("image")
     prompts = testbed.prompts(n=4)
     images = pipe(prompts, **testbed.call_kwargs("image")).images
     testbed.score(images, prompts)["score"]
 
+"video" in place of "image" is a WanPipeline; its prompts are `prompts(kind="video")`.
 Importing this package imports neither torch nor diffusers.
 """
 
 from __future__ import annotations
 
 from .bundle import call_kwargs, load
+from .prompting import prompts
 from .scoring import score
-from .world import prompts
 
 __all__ = ["call_kwargs", "load", "prompts", "score"]

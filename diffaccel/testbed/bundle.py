@@ -6,17 +6,21 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import FluxPipeline
+    from diffusers import FluxPipeline, WanPipeline
 
-KINDS: tuple[str, ...] = ("image",)
+KINDS: tuple[str, ...] = ("image", "video")
+_USUAL: dict[str, dict[str, Any]] = {
+    "image": {"height": 96, "width": 96, "guidance_scale": 3.5},
+    "video": {"height": 64, "width": 64, "num_frames": 9, "guidance_scale": 4.0},
+}
 WEIGHTS = Path(__file__).parent / "weights"
 
 
-def _check(kind: str) -> None:
+def check(kind: str) -> None:
     if kind not in KINDS:
         from ..errors import InvalidOptionError
 
@@ -24,45 +28,71 @@ def _check(kind: str) -> None:
 
 
 def call_kwargs(kind: str = "image") -> dict[str, Any]:
-    """Arguments of a usual call: size in pixels, text length in tokens, guidance; not the step count."""
+    """Arguments of a usual call: size in pixels and frames, text length in tokens, guidance; not the step count."""
     from .tokenizers import TEXT_LENGTH
 
-    _check(kind)
-    return {"height": 96, "width": 96, "max_sequence_length": TEXT_LENGTH, "guidance_scale": 3.5}
+    check(kind)
+    return {**_USUAL[kind], "max_sequence_length": TEXT_LENGTH}
 
 
+@overload
+def load(
+    kind: Literal["image"] = "image", *, torch_dtype: torch.dtype | None = None, random: bool = False, seed: int = 0
+) -> FluxPipeline: ...
+@overload
+def load(
+    kind: Literal["video"], *, torch_dtype: torch.dtype | None = None, random: bool = False, seed: int = 0
+) -> WanPipeline: ...
+@overload
+def load(
+    kind: str, *, torch_dtype: torch.dtype | None = None, random: bool = False, seed: int = 0
+) -> FluxPipeline | WanPipeline: ...
 def load(
     kind: str = "image", *, torch_dtype: torch.dtype | None = None, random: bool = False, seed: int = 0
-) -> FluxPipeline:
-    """A FluxPipeline with the bundled trained weights; nothing is downloaded.
+) -> FluxPipeline | WanPipeline:
+    """A FluxPipeline ("image") or WanPipeline ("video") with the bundled trained weights; nothing is downloaded.
 
     `random=True` draws the same architecture from `seed` instead of reading weights. `torch_dtype` is float32
     unless told; the weights lie on disk as float16.
     """
     import torch
 
-    _check(kind)
+    check(kind)
     dtype = torch_dtype or torch.float32
     if random:
-        from .build import pipeline
-
-        pipe = pipeline(seed=seed).to(dtype)
+        pipe = untrained(kind, seed)
+        if dtype is not torch.float32:
+            pipe = pipe.to(dtype)
     else:
-        from diffusers import FluxPipeline
-
         folder = WEIGHTS / kind
         if not (folder / "model_index.json").exists():
             raise FileNotFoundError(
                 f"the trained weights are missing from {folder}: reinstall the package, or train them with "
                 f"'python -m diffaccel.testbed.train {kind}', or use load({kind!r}, random=True)"
             )
-        pipe = FluxPipeline.from_pretrained(str(folder), dtype=dtype, local_files_only=True, use_safetensors=True)
-    for module in (pipe.vae, pipe.transformer, pipe.text_encoder, pipe.text_encoder_2):
-        module.requires_grad_(False).eval()
+        pipe = read(kind, folder, dtype)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.requires_grad_(False).eval()
     return pipe
 
 
-def export(pipe: FluxPipeline, folder: Path) -> None:
+def untrained(kind: str, seed: int, size: Any = None) -> FluxPipeline | WanPipeline:
+    """The untrained pipeline of one kind; `size` is its `Size` or `VideoSize`, the bundled one unless told."""
+    from . import build, build_video
+
+    return build_video.pipeline(size, seed) if kind == "video" else build.pipeline(size, seed)
+
+
+def read(kind: str, folder: Path, dtype: torch.dtype) -> FluxPipeline | WanPipeline:
+    """The pipeline that `export` wrote to `folder`."""
+    import diffusers
+
+    cls = diffusers.WanPipeline if kind == "video" else diffusers.FluxPipeline
+    return cls.from_pretrained(str(folder), dtype=dtype, local_files_only=True, use_safetensors=True)
+
+
+def export(pipe: FluxPipeline | WanPipeline, folder: Path) -> None:
     """Write `pipe` to `folder` as float16 safetensors in diffusers format, replacing it whole."""
     from safetensors.torch import load_file, save_file
 

@@ -1,94 +1,121 @@
-"""The testbed's figures: does it draw what the prompt says, and is its trajectory smooth?"""
+"""The testbed's figures: does it draw what the prompt says, and is its trajectory smooth?
+
+A shape is (height, width) for pictures and (frames, height, width) for clips; its length says the kind.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import scoring, world
-from .tokenizers import TEXT_LENGTH
+from . import bundle, motion, scoring, world
+from .prompting import prompts
+from .tasks import Shape
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, FluxPipeline
+    from diffusers import AutoencoderKL, AutoencoderKLWan, FluxPipeline, WanPipeline
 
-SIZES: tuple[tuple[int, int], ...] = ((64, 64), (96, 96), (128, 128), (96, 64))  # height, width
+SIZES: dict[str, tuple[Shape, ...]] = {  # the first is the cheapest
+    "image": ((64, 64), (96, 96), (128, 128), (96, 64)),
+    "video": ((9, 48, 48), (9, 64, 64), (17, 48, 48), (17, 64, 64)),
+}
+_AT_ONCE = 32
+
+
+def kind_of(shape: Shape) -> str:
+    return "image" if len(shape) == 2 else "video"
+
+
+def name_of(shape: Shape) -> str:
+    return "x".join(map(str, shape))
+
+
+def usual_shape(kind: str) -> Shape:
+    """The shape of the usual call."""
+    usual = bundle.call_kwargs(kind)
+    return tuple(usual[key] for key in ("num_frames", "height", "width") if key in usual)
 
 
 def generate(
-    pipe: FluxPipeline, prompts: Sequence[str], height: int, width: int, steps: int = 28, seed: int = 0
+    pipe: FluxPipeline | WanPipeline,
+    texts: Sequence[str],
+    shape: Shape,
+    steps: int = 28,
+    seed: int = 0,
+    **changes: Any,
 ) -> np.ndarray:
-    """Pictures [B, H, W, 3] in 0..1; prompt i starts from the noise of seed + i, whatever the batch."""
+    """Pictures or clips [B, *shape, 3] in 0..1; prompt i starts from the noise of seed + i, whatever the batch."""
     import torch
 
     pipe.set_progress_bar_config(disable=True)
+    size = dict(zip(("width", "height", "num_frames"), reversed(shape), strict=False))
+    arguments = {**bundle.call_kwargs(kind_of(shape)), **size, "num_inference_steps": steps, **changes}
     out = []
-    for start in range(0, len(prompts), 32):
-        chunk = list(prompts[start : start + 32])
+    for start in range(0, len(texts), _AT_ONCE):
+        chunk = list(texts[start : start + _AT_ONCE])
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(chunk))]
-        result = pipe(
-            chunk,
-            height=height,
-            width=width,
-            num_inference_steps=steps,
-            guidance_scale=3.5,
-            max_sequence_length=TEXT_LENGTH,
-            generator=generators,
-            output_type="np",
-        )
-        out.append(result.images)
+        result = pipe(chunk, generator=generators, output_type="np", **arguments)
+        out.append(result.frames if kind_of(shape) == "video" else result.images)
     return np.concatenate(out)
 
 
+def _draw(text: str, shape: Shape, seed: int) -> np.ndarray:
+    *frames, height, width = shape
+    if frames:
+        return motion.render(motion.parse(text), frames[0], height, width, seed)
+    return world.render(world.parse(text), height, width, seed)
+
+
 def psnr(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Peak signal-to-noise ratio per picture in dB, for [B, H, W, 3] in 0..1."""
-    error = np.maximum(((a - b) ** 2).mean(axis=(1, 2, 3)), 1e-10)
+    """Peak signal-to-noise ratio in dB of each entry of two batches [B, ...] in 0..1."""
+    error = np.maximum(((a - b) ** 2).reshape(len(a), -1).mean(axis=1), 1e-10)
     return -10.0 * np.log10(error)
 
 
-def smoothness(pipe: FluxPipeline, count: int, height: int, width: int) -> tuple[float, float]:
-    """28-step against 112-step pictures of the same noise: (mean, lowest) PSNR in dB over test prompts."""
-    prompts = world.prompts("test", count)
-    values = psnr(*(generate(pipe, prompts, height, width, steps) for steps in (28, 112)))
+def smoothness(pipe: FluxPipeline | WanPipeline, count: int, shape: Shape) -> tuple[float, float]:
+    """28-step against 112-step results of the same noise: (mean, lowest) PSNR in dB over test prompts."""
+    texts = prompts("test", count, kind=kind_of(shape))
+    values = psnr(*(generate(pipe, texts, shape, steps) for steps in (28, 112)))
     return float(values.mean()), float(values.min())
 
 
-def vae_round_trip(vae: AutoencoderKL, count: int, height: int, width: int) -> float:
-    """Mean PSNR in dB of decode(encode(picture)) over held-out scenes."""
+def vae_round_trip(vae: AutoencoderKL | AutoencoderKLWan, count: int, shape: Shape) -> float:
+    """Mean PSNR in dB of decode(encode(x)) over held-out scenes or clips."""
     import torch
 
-    scenes = [world.parse(prompt) for prompt in world.prompts("test", count)]
-    drawn = np.stack([world.render(scene, height, width, seed) for seed, scene in enumerate(scenes)])
-    x = torch.from_numpy(drawn).permute(0, 3, 1, 2).to(vae.dtype) * 2.0 - 1.0
+    texts = prompts("test", count, kind=kind_of(shape))
+    drawn = np.stack([_draw(text, shape, seed) for seed, text in enumerate(texts)])
+    x = torch.from_numpy(drawn).movedim(-1, 1).to(vae.dtype) * 2.0 - 1.0
     with torch.no_grad():
         y = vae.decode(vae.encode(x).latent_dist.mode()).sample
-    back = (y.float() / 2.0 + 0.5).clamp(0.0, 1.0).permute(0, 2, 3, 1).numpy()
+    back = (y.float() / 2.0 + 0.5).clamp(0.0, 1.0).movedim(1, -1).numpy()
     return float(psnr(drawn, back).mean())
 
 
-def quick(pipe: FluxPipeline, count: int = 32) -> dict[str, float]:
-    """A cheap look during training, at 64x64."""
-    prompts = world.prompts("test", count)
-    result = scoring.score(generate(pipe, prompts, 64, 64), prompts)
-    return {**result, "psnr_28_112_db": smoothness(pipe, min(4, count), 64, 64)[0]}
+def quick(pipe: FluxPipeline | WanPipeline, kind: str, count: int = 32) -> dict[str, float]:
+    """A cheap look during training, at the cheapest shape."""
+    shape = SIZES[kind][0]
+    texts = prompts("test", count, kind=kind)
+    result = scoring.score(generate(pipe, texts, shape), texts)
+    return {**result, "psnr_28_112_db": smoothness(pipe, min(4, count), shape)[0]}
 
 
-def figures(pipe: FluxPipeline, default: tuple[int, int], count: int = 128, smooth_count: int = 16) -> dict:
-    """All figures of a trained pipeline; `default` is the (height, width) of the usual call."""
-    prompts = world.prompts("test", count)
-    scores = {
-        f"{height}x{width}": scoring.score(generate(pipe, prompts, height, width), prompts) for height, width in SIZES
-    }
-    smooth = {f"{h}x{w}": smoothness(pipe, smooth_count, h, w) for h, w in dict.fromkeys([(64, 64), default])}
-    name = f"{default[0]}x{default[1]}"
-    modules = ("transformer", "vae", "text_encoder", "text_encoder_2")
+def figures(pipe: FluxPipeline | WanPipeline, kind: str, count: int = 128, smooth_count: int = 16) -> dict[str, Any]:
+    """All figures of a trained pipeline."""
+    texts, usual = prompts("test", count, kind=kind), usual_shape(kind)
+    scores = {name_of(shape): scoring.score(generate(pipe, texts, shape), texts) for shape in SIZES[kind]}
+    shapes = dict.fromkeys([SIZES[kind][0], usual])
+    smooth = {name_of(shape): smoothness(pipe, smooth_count, shape) for shape in shapes}
+    name = name_of(usual)
+    modules = [key for key in ("transformer", "vae", "text_encoder", "text_encoder_2") if hasattr(pipe, key)]
     return {
         "size": name,
         "test_prompts": count,
         "score": scores[name]["score"],
         "scores": scores,
-        "vae_round_trip_db": {f"{h}x{w}": vae_round_trip(pipe.vae, 64, h, w) for h, w in SIZES},
+        "vae_round_trip_db": {name_of(shape): vae_round_trip(pipe.vae, 64, shape) for shape in SIZES[kind]},
         "psnr_28_112_db": smooth[name][0],
         "psnr_28_112_by_size_db": {key: {"mean": mean, "lowest": low} for key, (mean, low) in smooth.items()},
         "smooth_prompts": smooth_count,

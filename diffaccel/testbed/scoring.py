@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -122,8 +123,32 @@ def _unit_moments() -> dict[str, tuple[float, float]]:
 _UNIT = _unit_moments()
 
 
-def read(image: np.ndarray) -> Scene | None:
-    """The scene seen in one picture [H, W, 3] in 0..1, or None where nothing stands out from the ground."""
+@dataclass(frozen=True)
+class Sight:
+    """What one picture shows; only the ground is known (the rest "" and None) where nothing stands out from it."""
+
+    ground: str
+    shape: str = ""
+    colour: str = ""
+    size: str = ""
+    centre: tuple[float, float] | None = None  # (down, across), fractions of height and width
+
+
+def nearest_place(centre: tuple[float, float] | None) -> str:
+    """The place nearest to a centre, or "" without one."""
+    if centre is None:
+        return ""
+    return min(PLACES, key=lambda name: (centre[0] - PLACES[name][0]) ** 2 + (centre[1] - PLACES[name][1]) ** 2)
+
+
+def read(image: np.ndarray) -> Scene:
+    """The scene seen in one picture [H, W, 3] in 0..1; attributes that cannot be seen are ""."""
+    seen = look(image)
+    return Scene(seen.shape, seen.colour, seen.size, nearest_place(seen.centre), seen.ground)
+
+
+def look(image: np.ndarray) -> Sight:
+    """What one picture [H, W, 3] in 0..1 shows, with the centre as measured."""
     height, width = image.shape[:2]
     border = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
     ground = _nearest(np.median(border, axis=0), GROUNDS)
@@ -137,7 +162,7 @@ def read(image: np.ndarray) -> Scene | None:
     distance = np.linalg.norm(image - ground_rows[:, None], axis=-1)  # [H, W]
     mask = distance > _MIN_CONTRAST
     if mask.sum() < 6:
-        return Scene("", "", "", "", ground)
+        return Sight(ground)
     mask = _biggest_part(mask)
     strong = mask & (distance >= 0.75 * np.quantile(distance[mask], 0.9))
     rgb = np.median(image[strong], axis=0)
@@ -158,29 +183,36 @@ def read(image: np.ndarray) -> Scene | None:
     shape, radius, down, across = _fit(cover)
 
     size = min(SIZES, key=lambda name: abs(np.log(radius / min(height, width) / SIZES[name])))
-    place = min(
-        PLACES,
-        key=lambda name: (down / height - PLACES[name][0]) ** 2 + (across / width - PLACES[name][1]) ** 2,
-    )
-    return Scene(shape, colour, size, place, ground)
+    return Sight(ground, shape, colour, size, (down / height, across / width))
 
 
 def score(images: Any, prompts: Sequence[str]) -> dict[str, float]:
-    """Share of attributes that each picture shows as its prompt states them, overall and per attribute.
+    """Share of attributes that each picture or clip shows as its prompt states them, overall and per attribute.
 
     `images`: list of PIL images, numpy [B, H, W, 3] (uint8, or float in 0..1) or torch [B, 3, H, W] in 0..1.
+    Videos: lists of frames, numpy [B, F, H, W, 3] or torch [B, F, 3, H, W]; they have a "motion" too.
     """
+    from . import scoring_video
+
     if isinstance(prompts, str):
         prompts = [prompts]
-    wanted = [parse(prompt) for prompt in prompts]
-    arrays = to_arrays(images)
-    if len(arrays) != len(wanted):
-        raise ValueError(f"got {len(arrays)} images for {len(wanted)} prompts; they must be as many")
-    if not arrays:
+    clips = scoring_video.to_clips(images)
+    seen: list[Any]
+    wanted: list[Any]
+    if clips is not None:
+        wanted = [scoring_video.parse(prompt) for prompt in prompts]
+        what, names, count = "videos", scoring_video.ATTRIBUTES, len(clips)
+    else:
+        wanted = [parse(prompt) for prompt in prompts]
+        arrays = to_arrays(images)
+        what, names, count = "images", ATTRIBUTES, len(arrays)
+    if count != len(wanted):
+        raise ValueError(f"got {count} {what} for {len(wanted)} prompts; they must be as many")
+    if not count:
         raise ValueError("nothing to score: images and prompts are empty")
-    seen = [read(array) for array in arrays]
+    seen = [scoring_video.read(clip) for clip in clips] if clips is not None else [read(array) for array in arrays]
     shares = {
         name: float(np.mean([getattr(s, name) == getattr(w, name) for s, w in zip(seen, wanted, strict=True)]))
-        for name in ATTRIBUTES
+        for name in names
     }
     return {"score": float(np.mean(list(shares.values()))), **shares}

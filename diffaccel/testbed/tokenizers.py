@@ -58,10 +58,19 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 def t5_tokenizer() -> T5Tokenizer:
     """A unigram tokenizer with one piece per word (pad 0, end 1, unknown 2) and letters as a fallback."""
+    return _unigram(words())
+
+
+def umt5_tokenizer() -> T5Tokenizer:
+    """The same for the video world, which has a few more words."""
+    return _unigram(sorted({*words(), *["moving", "standing", "still", "up", "down"]}))
+
+
+def _unigram(pieces: list[str]) -> T5Tokenizer:
     from transformers import T5Tokenizer
 
     vocab: list[tuple[str, float]] = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -6.0)]
-    for word in words():
+    for word in pieces:
         vocab.append(("\u2581" + word, -2.0))
     vocab.append((",", -2.0))
     seen = {piece for piece, _ in vocab}

@@ -84,7 +84,7 @@ def split_gradients(
 
     def one(loss_of: Callable[[], torch.Tensor]) -> tuple[float, tuple[torch.Tensor, ...]]:
         loss = loss_of()
-        return loss.item(), torch.autograd.grad(loss, parameters)
+        return loss.item(), torch.autograd.grad(loss, parameters, materialize_grads=True)
 
     results = list(workers.map(one, losses))
     total = list(results[0][1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +78,10 @@ TEMPLATE_COUNT = len(_TEMPLATES)
 def parse(caption: str) -> Scene:
     """Read the attributes back from a caption of this world; the words of no two attributes overlap."""
     words = caption.lower().replace(",", " ").replace(".", " ").split()
+    if "moving" in words or "standing" in words:
+        raise ValueError(
+            f"cannot read the prompt {caption!r} as a picture's: it states a motion, so it belongs to a video"
+        )
     found: dict[str, str] = {}
     for name, values in (("shape", SHAPES), ("colour", COLOURS), ("size", SIZES), ("ground", GROUNDS)):
         hits = [word for word in words if word in values]
@@ -101,18 +106,12 @@ def combinations(split: str) -> list[Scene]:
     """All scenes of one split, in a fixed order."""
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', not {split!r}")
-    every = (Scene(*values) for values in itertools.product(SHAPES, COLOURS, SIZES, PLACES, GROUNDS))
-    return [scene for scene in every if is_test(scene) == (split == "test")]
+    return [scene for scene in every_scene() if is_test(scene) == (split == "test")]
 
 
-def prompts(split: str = "test", n: int | None = None, seed: int = 0) -> list[str]:
-    """`n` canonical captions (128 unless told) of one split, shuffled by `seed`; prefix-stable in `n`."""
-    count = 128 if n is None else n
-    if count < 0:
-        raise ValueError(f"n must not be negative, got {n}")
-    scenes = combinations(split)
-    order = np.random.default_rng(seed).permutation(len(scenes))
-    return [scenes[order[i % len(scenes)]].caption() for i in range(count)]
+def every_scene() -> Iterator[Scene]:
+    """All scenes of both splits, in a fixed order."""
+    return (Scene(*values) for values in itertools.product(SHAPES, COLOURS, SIZES, PLACES, GROUNDS))
 
 
 def shape_distance(shape: str, y: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -138,21 +137,32 @@ def shape_distance(shape: str, y: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 def render(scene: Scene, height: int, width: int, seed: int = 0) -> np.ndarray:
     """Draw a scene: float32 [height, width, 3] in 0..1; the jitter depends on `seed` only."""
+    return render_path(scene, height, width, [(0.0, 0.0)], seed)[0]
+
+
+def render_path(
+    scene: Scene, height: int, width: int, shifts: Sequence[tuple[float, float]], seed: int = 0
+) -> np.ndarray:
+    """Draw a scene once per shift (down, across) of its shape, in fractions of height and width.
+
+    float32 [len(shifts), height, width, 3] in 0..1; the jitter depends on `seed` only and is that of `render`.
+    """
     jitter = np.random.default_rng(seed).uniform(-1.0, 1.0, size=7)
     side = min(height, width)
     radius = SIZES[scene.size] * side * (1.0 + 0.05 * jitter[0])
     down, across = PLACES[scene.place]
-    centre_y = (down + 0.015 * jitter[1]) * height
-    centre_x = (across + 0.015 * jitter[2]) * width
+    moved = np.asarray(shifts, dtype=np.float64).reshape(-1, 2, 1, 1)  # [F, 2, 1, 1]
+    centre_y = (down + 0.015 * jitter[1] + moved[:, 0]) * height
+    centre_x = (across + 0.015 * jitter[2] + moved[:, 1]) * width
     y, x = np.meshgrid(np.arange(height) + 0.5, np.arange(width) + 0.5, indexing="ij", sparse=True)
     down_f, across_f = y / height - 0.5, x / width - 0.5  # -0.5 .. 0.5
 
-    unit_y, unit_x = (y - centre_y) / radius, (x - centre_x) / radius
+    unit_y, unit_x = (y - centre_y) / radius, (x - centre_x) / radius  # [F, H, 1], [F, 1, W]
     cover = np.clip(0.5 - shape_distance(scene.shape, unit_y, unit_x) * radius, 0.0, 1.0)[..., None]
 
     ground_light = 1.0 + 0.02 * jitter[3] - 0.16 * down_f + 0.0 * across_f  # lit from above
     shape_light = np.clip(1.0 + 0.02 * jitter[4] - 0.10 * (unit_x + unit_y), 0.8, 1.2)  # from the top left
     ground = np.asarray(GROUNDS[scene.ground]) * ground_light[..., None]
     colour = np.asarray(COLOURS[scene.colour]) * shape_light[..., None]
-    picture = ground * (1.0 - cover) + colour * cover
-    return np.clip(picture, 0.0, 1.0).astype(np.float32)
+    pictures = ground * (1.0 - cover) + colour * cover
+    return np.clip(pictures, 0.0, 1.0).astype(np.float32)

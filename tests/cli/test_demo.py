@@ -19,10 +19,10 @@ STEPS = 10
 
 @pytest.fixture(scope="module", autouse=True)
 def untrained_testbed():
-    load, kwargs = testbed.load, testbed.call_kwargs("image")
+    load, usual = testbed.load, testbed.call_kwargs
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(testbed, "load", lambda kind: load(kind, random=True))
-        patch.setattr(testbed, "call_kwargs", lambda kind: {**kwargs, "height": 48, "width": 48})
+        patch.setattr(testbed, "call_kwargs", lambda kind: {**usual(kind), "height": 48, "width": 48})
         yield
 
 

@@ -33,7 +33,7 @@ def test_no_machine_path_is_bundled():
 
 
 def test_two_loads_draw_the_same_picture(pipe):
-    one, two = (evaluate.generate(p, testbed.prompts(n=1), 64, 64, steps=3) for p in (pipe, testbed.load("image")))
+    one, two = (evaluate.generate(p, testbed.prompts(n=1), (64, 64), steps=3) for p in (pipe, testbed.load("image")))
     assert (one == two).all()
 
 
@@ -47,16 +47,16 @@ def test_nothing_requires_gradients_and_all_is_float32(pipe):
 
 def test_it_draws_what_the_prompt_says(pipe):
     wanted = testbed.prompts(n=24)
-    result = testbed.score(evaluate.generate(pipe, wanted, 64, 64), wanted)
+    result = testbed.score(evaluate.generate(pipe, wanted, (64, 64)), wanted)
     assert result["score"] >= 0.8, result
 
 
 def test_the_decoder_gives_back_what_the_encoder_saw(pipe):
-    assert evaluate.vae_round_trip(pipe.vae, 16, 64, 64) >= 28.0
+    assert evaluate.vae_round_trip(pipe.vae, 16, (64, 64)) >= 28.0
 
 
 def test_the_trajectory_is_smooth(pipe):
-    mean, lowest = evaluate.smoothness(pipe, 4, 64, 64)
+    mean, lowest = evaluate.smoothness(pipe, 4, (64, 64))
     assert mean >= 22.0, (mean, lowest)
 
 

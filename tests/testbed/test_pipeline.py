@@ -97,8 +97,10 @@ def test_an_unknown_kind_is_refused_by_name():
     from diffaccel.errors import InvalidOptionError
 
     for call in (testbed.load, testbed.call_kwargs):
-        with pytest.raises(InvalidOptionError, match="image"):
-            call("video")
+        with pytest.raises(InvalidOptionError, match="image, video"):
+            call("sound")
+    with pytest.raises(InvalidOptionError, match="image, video"):
+        testbed.prompts(kind="sound")
 
 
 def test_tokenizers_know_every_word_and_fit_every_caption():

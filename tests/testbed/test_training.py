@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffaccel.testbed import bundle
+from diffaccel.testbed import bundle, task_image
 from diffaccel.testbed.build import Size, pipeline
 from diffaccel.testbed.train_dit import Latents, noise_levels, train_dit
 from diffaccel.testbed.train_vae import train_vae
@@ -48,17 +48,18 @@ def test_noise_levels_cover_the_scale_and_shift_with_mu():
 
 def test_both_trainings_resume_where_they_stopped(tmp_path):
     pipe = pipeline(TINY, seed=1)
-    first = train_vae(pipe.vae, 60, tmp_path / "vae.pt", resume=False, max_steps=2)
+    first = train_vae(pipe.vae, task_image.VAE, 60, tmp_path / "vae.pt", resume=False, max_steps=2)
     spent_s = torch.load(tmp_path / "vae.pt", weights_only=True)["elapsed_s"]
-    second = train_vae(pipe.vae, 60, tmp_path / "vae.pt", resume=True, max_steps=1)
+    second = train_vae(pipe.vae, task_image.VAE, 60, tmp_path / "vae.pt", resume=True, max_steps=1)
     assert second["images"] > first["images"] and second["seconds"] > spent_s > 0
 
-    latents = Latents(pipe, {(64, 64): 32, (96, 64): 16})
+    latents = Latents(pipe, task_image.DENOISER, {(64, 64): 32, (96, 64): 16})
     assert latents.values[96, 64].shape == (16, 12 * 8, 4 * TINY.latent_channels)
 
     def run(name, resume, steps):
         pipe = pipeline(TINY, seed=1)
-        result = train_dit(pipe, latents, 60, tmp_path / name, resume, max_steps=steps, batch_scale=0.1)
+        task = task_image.DENOISER
+        result = train_dit(pipe, task, latents, 60, tmp_path / name, resume, max_steps=steps, batch_scale=0.1)
         return result, torch.load(tmp_path / name, weights_only=True)
 
     whole, whole_state = run("whole.pt", False, 3)
