@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from .acceleration import HANDLE, PLAIN, Acceleration, handle_of
@@ -66,7 +67,12 @@ class Accelerated:
         return _disable(self, "attention")
 
     def enable_cache(self, gate: Any, predictor: Any = None, guard: Any = None, scope: Any = None, **more: Any) -> Any:
-        """A step cache put together from its parts; see `caching.methods.custom.CustomCache`."""
+        """A step cache put together from its parts, all importable from `diffaccel.caching`; see docs/caching.md.
+
+        `predictor` is reuse as it is and `scope` all blocks behind the first one unless told. `guard` (Guards) takes
+        the place of the guard keywords (min_steps=9, last_steps=1, ...); `more` are the parameters that all caches
+        share (branches, per_sample, float32) and `process_group`.
+        """
         parts = {"gate": gate, "predictor": predictor, "guard": guard, "scope": scope, **more}
         return _enable(self, "cache", "custom", parts)
 
@@ -146,14 +152,13 @@ def cache_verb_name(value: str) -> str:
 
 def _verbs() -> dict[str, Any]:
     from .caching.methods import METHODS
-    from .planner.options import parameter_names
 
     verbs: dict[str, Any] = {}
     for value in PLACES["cache"].values:
         verb, name = _verb(str(value)), cache_verb_name(str(value))
         verb.__name__, verb.__qualname__ = name, f"Accelerated.{name}"
         method = METHODS.get(str(value))
-        knobs = ", ".join(parameter_names(PLACES["cache"], value))
+        knobs = ", ".join(f"{f.name}={f.default!r}" for f in fields(method)) if method else ""
         verb.__doc__ = f"{method.__doc__}\n\nKeywords: {knobs}." if method else f"{value}: not in this version."
         verbs[name] = verb
     return verbs

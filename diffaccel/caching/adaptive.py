@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -54,7 +54,15 @@ class RatesGate(Gate[RatesState]):
     observes: ClassVar[str] = OUTPUT
 
     def __post_init__(self) -> None:
-        if not self.codebook or any(rate < 1 for _, rate in self.codebook):
+        book = self.codebook
+        if isinstance(book, Mapping):
+            book = tuple(book.items())
+            object.__setattr__(self, "codebook", book)  # the one way to set a field of a frozen dataclass
+        pairs = isinstance(book, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in book)
+        numbers = pairs and all(
+            isinstance(b, (int, float)) and isinstance(rate, int) and rate >= 1 for b, rate in book
+        )
+        if not book or not numbers:
             raise InvalidOptionError(f"a codebook maps bounds to whole numbers of at least 1, got {self.codebook!r}")
 
     def start(self) -> RatesState:

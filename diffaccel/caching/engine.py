@@ -16,6 +16,7 @@ import torch
 from ..core.compat import eager, set_eval_frame
 from ..core.hooks import RootHook
 from ..core.run import Call, Run
+from ..errors import InvalidOptionError
 from ..models.spec import ModelSpec
 from .gates import GRID, INPUT, NOTHING, OUTPUT, TIME
 from .grouped import GroupedPolicy, groups_of
@@ -174,7 +175,10 @@ class Engine:
         policy = self.recipe.policy
         branch.scheduled = policy.reads_schedule or self.corrects
         sigmas = self._sigmas(run)
-        branch.policy = policy = policy.fit(run.total, call.branch, sigmas, run.begin)
+        try:
+            branch.policy = policy = policy.fit(run.total, call.branch, sigmas, run.begin)
+        except InvalidOptionError as error:
+            raise InvalidOptionError(f"{self.name}: {error}") from None
         if self.recipe.per_sample and not policy.static:
             branch.policy = GroupedPolicy.of(policy, groups_of(form[0][0], _doubled(call)))
         branch.memory = branch.policy.start()

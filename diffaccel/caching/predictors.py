@@ -160,7 +160,8 @@ class Forecast:
             raise unknown("basis", str(self.basis), BASES)
         if self.coordinate not in COORDINATES:
             raise unknown("coordinate", str(self.coordinate), COORDINATES)
-        if self.max_gain is not None and not self.max_gain >= 1:
+        number = isinstance(self.max_gain, (int, float)) and not isinstance(self.max_gain, bool)
+        if self.max_gain is not None and not (number and self.max_gain >= 1):
             raise InvalidOptionError(f"max_gain must be at least 1 or None, got {self.max_gain!r}")
         object.__setattr__(self, "depth", self.order + 1)  # the one way to set a field of a frozen dataclass
 

@@ -112,6 +112,8 @@ def taylorseer(steps: int, interval: int, first: int = 3) -> Mask:
 
     Source: TaylorSeer (arXiv 2503.06923), its FLUX script (`first_enhance`); no rule for the last step.
     """
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise InvalidOptionError(f"first_enhance must be a whole number of at least 0, got {first!r}")
     _check_interval(interval)
     return _steps(steps, lambda t: t < first or (t - max(first, 1) + 1) % interval == 0)
 
@@ -167,6 +169,10 @@ class ScheduleGate(Gate[NoState]):
 
     schedule: Any
     observes: ClassVar[str] = NOTHING
+
+    def __post_init__(self) -> None:
+        if not callable(self.schedule):
+            check_form(self.schedule)
 
     def fit(
         self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None, begin: int = 0

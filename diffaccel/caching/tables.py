@@ -52,6 +52,13 @@ def entry(table: str, model: str) -> tuple[str, Mapping[str, Any]]:
     return name, load(table)["models"][name]
 
 
+def _floats(name: str, values: Any) -> tuple[float, ...]:
+    try:
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        raise InvalidOptionError(f"{name} must be numbers, a table's name or 'auto', got {values!r}") from None
+
+
 # ---- TeaCache ------------------------------------------------------------------------------------------------------
 
 
@@ -85,7 +92,7 @@ class PolynomialSet:
 def polynomial_set(coefficients: str | Sequence[float] = "auto", model: str | None = None) -> PolynomialSet:
     """`coefficients`: "auto" (the model's own calibrated set or a refusal), a table name, or the numbers."""
     if not isinstance(coefficients, str):
-        numbers = tuple(float(c) for c in coefficients)
+        numbers = _floats("coefficients", coefficients)
         PolynomialGate(0.0, coefficients=numbers)  # refuses what is not a polynomial
         return PolynomialSet(numbers)
     if coefficients != "auto":
@@ -130,9 +137,11 @@ def magnitude_gate(ratios: str | Sequence[float] = "auto", model: str | None = N
     `options` are fields of `MagnitudeGate` and go before the table's.
     """
     if not isinstance(ratios, str):
+        given = _floats("ratios", ratios)
+        MagnitudeGate(0.0, given)  # refuses what cannot be ratios
         if "threshold" not in options:
             raise InvalidOptionError("ratios of your own need a threshold (published ones use 0.02 to 0.24)")
-        return MagnitudeGate(ratios=tuple(float(r) for r in ratios), **options)
+        return MagnitudeGate(ratios=given, **options)
     if ratios == "auto":
         name = find("magcache", model) if model else None
         if name is None:

@@ -123,4 +123,7 @@ def build(key: str, value: str | bool, wishes: dict[str, Any]) -> Accelerator:
                 if name not in names:
                     raise unknown("option", wish, [prefix + n for n in names])
                 parameters[name] = given
-    return config(**parameters)  # type: ignore[no-any-return]
+    try:
+        return config(**parameters)  # type: ignore[no-any-return]
+    except InvalidOptionError as error:
+        raise InvalidOptionError(f"{key}={value!r}: {error}") from None

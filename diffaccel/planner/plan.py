@@ -85,7 +85,15 @@ class Plan:
         return made
 
     def to_toml(self) -> str:
-        """The plan as TOML; `from_toml` reads it back."""
+        """The plan as TOML; `from_toml` reads it back.
+
+        Raises InvalidOptionError where an item was put together from Python objects, which a file cannot hold.
+        """
+        custom = [item.name for item in self.items if item.status == "enabled" and item.name.endswith(".custom")]
+        if custom:
+            raise InvalidOptionError(
+                f"{custom[0]} is made of Python objects, which no TOML file can hold: keep the enable_cache(...) call"
+            )
         data = self.to_dict()
         data["budget"] = {k: v for k, v in data["budget"].items() if v is not None}
         return toml.dumps(data)

@@ -36,7 +36,8 @@ class AdaCache(Extrapolating):
 
     def _gate(self) -> RatesGate:
         book = CODEBOOK_30_FAST if self.codebook is None else self.codebook
-        return RatesGate(tuple((float(bound), rate) for bound, rate in book.items()))
+        pairs = tuple(book.items()) if isinstance(book, Mapping) else book
+        return RatesGate(pairs)
 
     def recipe(self, target: Target) -> Recipe:
         """The gate on the stack's residual."""

@@ -20,6 +20,8 @@ from ..scopes import Denoiser, Modules, Scope, Stack
 from ..stack_tap import blocks_of
 
 SCOPES = ("denoiser", "modules", "stack")
+# The parameters of `StepCache` that are guards.
+GUARDED = ("min_steps", "warmup_steps", "last_steps", "max_consecutive", "max_total", "start", "end", "max_bytes")
 
 
 def scope_of(name: str, correct: int = 0) -> Scope:
@@ -90,17 +92,7 @@ class StepCache:
 
     def guards(self, **more: Any) -> Guards:
         """The guards, validated; `more` are further ones, or take the place of these."""
-        fields = (
-            "min_steps",
-            "warmup_steps",
-            "last_steps",
-            "max_consecutive",
-            "max_total",
-            "start",
-            "end",
-            "max_bytes",
-        )
-        return Guards(**{**{name: getattr(self, name) for name in fields}, **more})
+        return Guards(**{**{name: getattr(self, name) for name in GUARDED}, **more})
 
     def recipe(self, target: Target) -> Recipe:
         """Gate, predictor, guards and scope on this target; raises where the target lacks what the method needs."""
@@ -156,7 +148,8 @@ class StepCache:
         off = self.off()
         if off is not None:
             return Verdict.yes(off)
-        down = f"; runs of fewer than {self.min_steps} steps are computed in full" if self.min_steps else ""
+        least = recipe.policy.guards.min_steps
+        down = f"; runs of fewer than {least} steps are computed in full" if least else ""
         return Verdict.yes(f"{self.describe(recipe, target)}{down}")
 
     def predict(self, target: Target) -> Mapping[str, Any]:
@@ -197,6 +190,10 @@ class StepCache:
         def end_run(run: Run) -> None:
             for engine in engines:
                 engine.end_run()
+            down = any(note.startswith(self.name) for note in run.notes)
+            asked = any(call.gate is not None for call in run.calls)
+            if len(run.calls) > 1 and run.ticks and not (off or run.hits or asked or down):
+                run.note(f"{self.name} reused nothing: its guards or its schedule had every step computed")
 
         def relink() -> None:
             for engine in engines:

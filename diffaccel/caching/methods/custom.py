@@ -13,7 +13,7 @@ from ..guards import Guards
 from ..policy import Policy, Predictor
 from ..predictors import REUSE
 from ..scopes import BEHIND_FIRST_BLOCK, Scope
-from .base import StepCache
+from .base import GUARDED, StepCache
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class CustomCache(StepCache):
         gate: a gate of `diffaccel.caching` (ProbeGate, PolynomialGate, MagnitudeGate, SpectralGate, RateGate,
             ProbeSumGate, ScheduleGate, RatesGate), or a `Gate` of your own.
         predictor: a `Forecast` or `ProbeAligned`; reuse as it is unless told.
-        guard: `Guards`, which take the place of min_steps, warmup_steps and the like.
+        guard: `Guards`, in place of min_steps, warmup_steps and the like (`Guards()` guards nothing, and computes
+            neither last steps nor short runs for you).
         scope: Stack(front, back), Denoiser(), Modules(), Halves() or Deep(); behind the first block unless told.
         process_group: members of `torch.distributed` that must decide alike.
     """
@@ -43,6 +44,10 @@ class CustomCache(StepCache):
             value = getattr(self, name)
             if not isinstance(value, kind) and not (name == "guard" and value is None):
                 raise InvalidOptionError(f"{name} must be one of diffaccel.caching's, got {value!r}")
+        ours = {f.name: f.default for f in fields(StepCache) if f.name in GUARDED}
+        both = [name for name, default in ours.items() if getattr(self, name) != default]
+        if self.guard is not None and both:
+            raise InvalidOptionError(f"guard was given, and {', '.join(both)} as well: put them into Guards(...)")
         if not hasattr(self.predictor, "predict"):
             raise InvalidOptionError(f"predictor must be one of diffaccel.caching's, got {self.predictor!r}")
 
@@ -63,7 +68,9 @@ class CustomCache(StepCache):
 
     def params(self) -> dict[str, Any]:
         """The parts in words: a plan with this item cannot be read back from a file."""
-        shown = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        hidden = GUARDED if self.guard is not None else ()
+        named = [f.name for f in fields(self) if f.name not in hidden]
+        shown = {name: getattr(self, name) for name in named if getattr(self, name) is not None}
         return {
             name: repr(value) if is_dataclass(value) or name == "process_group" else value
             for name, value in shown.items()
