@@ -15,9 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PINS = dict(
-    line.split("==") for line in (ROOT / "constraints.txt").read_text().split("\n") if line and line[0] != "#"
-)
+PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split("\n") if line and line[0] != "#")
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
@@ -65,7 +63,9 @@ def test_package_data_is_there():
     assert {"auto", "cpu-demo", "lossless"} <= presets
     weights = [path for path in package.glob("testbed/weights/**/*") if path.is_file()]
     assert any(path.suffix == ".safetensors" for path in weights)
-    assert sum(path.stat().st_size for path in weights) < 15 * 2**20
+    for kind in ("image", "video"):
+        sizes = [path.stat().st_size for path in (package / "testbed" / "weights" / kind).rglob("*") if path.is_file()]
+        assert 0 < sum(sizes) < 12 * 2**20
 
 
 def test_the_licence_is_apache_2():

@@ -45,9 +45,7 @@ def t5_tokenizer() -> Any:
 
     letters = [c for c in string.printable if not c.isspace()]
     specials = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
-    return T5Tokenizer(
-        vocab=[*specials, *((c, -3.0) for c in letters)], extra_ids=0, model_max_length=TEXT_TOKENS
-    )
+    return T5Tokenizer(vocab=[*specials, *((c, -3.0) for c in letters)], extra_ids=0, model_max_length=TEXT_TOKENS)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -503,8 +501,7 @@ def snapshot_pipe(pipe: Any) -> dict[str, Any]:
         "pipe": {
             "class": Ref(type(pipe)),
             "vars": {
-                key: "(run time)" if key in _RUN_ATTRIBUTES else _value(value)
-                for key, value in vars(pipe).items()
+                key: "(run time)" if key in _RUN_ATTRIBUTES else _value(value) for key, value in vars(pipe).items()
             },
             "config": {key: _value(value) for key, value in dict(pipe.config).items()},
         },

@@ -13,6 +13,7 @@ from torch import nn
 from diffaccel import attach
 from diffaccel.models import ModelSpec, lookup
 from diffaccel.models.infer import Refusal, infer, record
+from diffaccel.models.spec import BlockList
 from diffaccel.models.trace import BlockCall, ListInfo, Touch, Trace, Value
 from tests import tiny
 
@@ -346,7 +347,7 @@ def test_a_trace_is_plain_data() -> None:
     found = infer(trace, "prior")
     assert isinstance(found, ModelSpec)
     assert (found.denoisers, found.stream) == (("prior",), "x")
-    assert [dataclasses.astuple(row) for row in found.stack] == [("layers", ("x",), ("x",), ())]
+    assert found.stack == (BlockList("layers", ("x",), ("x",)),)
 
     other = ListInfo("others", "Block", 2, ("x",))
     renamed = tuple(

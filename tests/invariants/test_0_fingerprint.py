@@ -23,9 +23,7 @@ def _forward(pipe: Any) -> None:
 
 
 def _hook(pipe: Any) -> None:
-    HookRegistry.check_if_exists_or_initialize(tiny.blocks(pipe.transformer)[1]).register_hook(
-        ModelHook(), "toy"
-    )
+    HookRegistry.check_if_exists_or_initialize(tiny.blocks(pipe.transformer)[1]).register_hook(ModelHook(), "toy")
 
 
 def _order(pipe: Any) -> None:
@@ -89,9 +87,7 @@ def test_fingerprint_sees_class_patches(name: str, monkeypatch: pytest.MonkeyPat
     elif name == "registry class":
         monkeypatch.setattr(HookRegistry, "remove_hook", lambda *_: None)
     else:
-        monkeypatch.setattr(
-            "diffusers.models.transformers.transformer_flux.dispatch_attention_fn", lambda *_: None
-        )
+        monkeypatch.setattr("diffusers.models.transformers.transformer_flux.dispatch_attention_fn", lambda *_: None)
     with pytest.raises(AssertionError, match="traces left"):
         tiny.assert_same(before, tiny.snapshot_pipe(pipe))
 

@@ -98,9 +98,7 @@ def _break_forward(pipe: Any, family: str) -> None:
         if calls[0] == 4:
             raise Stop("out of memory")
 
-    handle = (model.conv_out if hasattr(model, "conv_out") else model.proj_out).register_forward_pre_hook(
-        fail
-    )
+    handle = (model.conv_out if hasattr(model, "conv_out") else model.proj_out).register_forward_pre_hook(fail)
     with pytest.raises(Stop):
         tiny.run(pipe, family, **second_prompt())
     handle.remove()

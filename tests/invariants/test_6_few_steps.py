@@ -20,9 +20,7 @@ def branches(family: str) -> tuple[str | None, ...]:
 
 def reasons(pipe: Any) -> str:
     """Everything the plan and the last report say in words about the cache."""
-    return " ".join(
-        [item(pipe.acceleration.plan, CACHE_ITEM).reason, *pipe.acceleration.report.notes]
-    ).lower()
+    return " ".join([item(pipe.acceleration.plan, CACHE_ITEM).reason, *pipe.acceleration.report.notes]).lower()
 
 
 @pytest.mark.parametrize("family", CACHES)
