@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -93,6 +93,12 @@ class StepCache:
     def guards(self, **more: Any) -> Guards:
         """The guards, validated; `more` are further ones, or take the place of these."""
         return Guards(**{**{name: getattr(self, name) for name in GUARDED}, **more})
+
+    def params(self) -> dict[str, Any]:
+        """The parameters for a plan: a method's own first, then those that all share."""
+        shared = [f.name for f in fields(StepCache)]
+        own = [f.name for f in fields(self) if f.name not in shared]
+        return {name: getattr(self, name) for name in (*own, *shared)}
 
     def recipe(self, target: Target) -> Recipe:
         """Gate, predictor, guards and scope on this target; raises where the target lacks what the method needs."""
