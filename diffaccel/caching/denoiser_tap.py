@@ -38,7 +38,7 @@ class DenoiserTap:
         branch, call = self.engine.branch, self.engine.call
         assert branch is not None and call is not None
         if self.engine.recipe.per_sample:
-            self._then(call, self._mend)
+            self._then(call, self._mix)
         if self.scope.correct and branch.missed:
             self._then(call, self._correct)
 
@@ -47,20 +47,25 @@ class DenoiserTap:
         outer = call.finish
         call.finish = change if outer is None else (lambda output: outer(change(output)))
 
-    def _mend(self, output: Any) -> Any:
-        """Samples that are reused get their forecasts."""
-        tensors, repack = leaves(output)
-        base = leading(as_tensor(self.engine.main), tensors[0]) if self.scope.residual and len(tensors) == 1 else None
-        values = tuple(tensors) if base is None else (tensors[0] - base,)
-        mended = self.engine.mend(values)
-        if mended is None:
+    def _mix(self, output: Any) -> Any:
+        """Samples that are reused at a computed step get their forecasts."""
+        answers = self.engine.answers()
+        if not answers:
             return output
-        whole = [t.clone() for t in tensors]
-        for tensor, value, new in zip(whole, values, mended, strict=True):
-            rows = ~(value == new).flatten(1).all(1)
-            answer = new if base is None else base + new
-            tensor[rows] = answer[rows].to(tensor.dtype)
+        tensors, repack = leaves(output)
+        whole = [tensor.clone() for tensor in tensors]
+        base = self._base(tensors)
+        for rows, forecast in answers:
+            for tensor, said in zip(whole, forecast, strict=True):
+                tensor[rows] = (said if base is None else base[rows] + said).to(tensor.dtype)
         return repack(whole)
+
+    def _base(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
+        """The latents of the input, where output minus input is what is remembered."""
+        main = self.engine.main
+        if not self.scope.residual or len(tensors) != 1 or not isinstance(main, torch.Tensor):
+            return None
+        return leading(main, tensors[0])
 
     def _correct(self, output: Any) -> Any:
         engine, branch = self.engine, self.engine.branch
@@ -91,8 +96,7 @@ class DenoiserTap:
         else:
             answer = self._answer()
             self.watch.skip()
-            outer = call.finish
-            call.finish = (lambda output: answer) if outer is None else (lambda output: outer(answer))
+            self._then(call, lambda output: answer)
 
     def _answer(self) -> Any:
         branch = self.engine.branch
@@ -108,16 +112,13 @@ class DenoiserTap:
     def release(self, call: Call) -> None:
         """Remember a computed output."""
         engine, branch = self.engine, self.engine.branch
-        main = engine.main
         if self.watch is not None:
             self.watch.release(call)
         if not engine.computing or call.output is None or branch is None:
             return
         tensors, repack = leaves(call.output)
         dtypes = [tensor.dtype for tensor in tensors]  # what is remembered may be wider
-        base = None
-        if self.scope.residual and len(tensors) == 1 and isinstance(main, torch.Tensor):
-            base = leading(main, tensors[0])
+        base = self._base(tensors)
         if base is not None:
             tensors = [tensors[0] - base]
         branch.missed = ()

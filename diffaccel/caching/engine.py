@@ -54,13 +54,12 @@ class Branch:
     """One guidance branch of one denoiser in one loop."""
 
     __slots__ = (
-        "bytes", "foreseen", "form", "loop", "memory", "missed", "policy", "scheduled", "sights", "template",
+        "bytes", "foreseen", "form", "loop", "memory", "missed", "policy", "sights", "template",
     )  # fmt: skip
 
     def __init__(self, loop: int, form: tuple[Any, ...]) -> None:
         self.loop, self.form = loop, form  # a branch is begun anew when either changes
         self.bytes = 0
-        self.scheduled = False  # whether the policy wants noise levels or timesteps
         self.template: Any = None  # structure of the denoiser's output, for the scope that answers in its stead
         self.foreseen: Foreseen | None = None
         self.missed: tuple[tuple[int, float], ...] = ()  # (index, coordinate) of reused steps since a computed one
@@ -97,6 +96,7 @@ class Engine:
         self.name, self.module, self.root, self.spec, self.recipe = name, module, root, spec, recipe
         self.at_root = recipe.policy.gate.observes in AT_ROOT
         self.corrects = isinstance(recipe.scope, Denoiser) and recipe.scope.correct > 0
+        self.scheduled = recipe.policy.reads_schedule or self.corrects  # whether noise levels or timesteps are wanted
         self.branch: Branch | None = None  # of the call in progress, None where the cache keeps out of it
         self.call: Call | None = None
         self.step: Step
@@ -137,7 +137,7 @@ class Engine:
             states[call.component, call.branch] = branch
         self.branch, self.call = branch, call
         group = self.recipe.process_group
-        self.step = self._step(call) if branch.scheduled else Step(call.step, run.total, None, None, group)
+        self.step = self._step(call) if self.scheduled else Step(call.step, run.total, None, None, group)
         if self.recipe.branches == "first" and self._follows(call):
             return
         if not self.at_root:
@@ -173,7 +173,6 @@ class Engine:
         """State for a branch in a loop, with the policy fitted to it and, for static gates, all of it decided."""
         run, branch = call.run, Branch(call.loop, form)
         policy = self.recipe.policy
-        branch.scheduled = policy.reads_schedule or self.corrects
         sigmas = self._sigmas(run)
         try:
             branch.policy = policy = policy.fit(run.total, call.branch, sigmas, run.begin)
@@ -193,8 +192,7 @@ class Engine:
         return branch
 
     def _sigmas(self, run: Run) -> tuple[float, ...] | None:
-        scheduled = self.recipe.policy.reads_schedule or self.corrects
-        return (tuple(run.schedule()[1]) or None) if scheduled else None
+        return (tuple(run.schedule()[1]) or None) if self.scheduled else None
 
     def _step(self, call: Call) -> Step:
         run = call.run
@@ -235,7 +233,7 @@ class Engine:
             alike = branch.policy.verdicts(branch.memory) if isinstance(branch.policy, GroupedPolicy) else hit
             self.lead = (call.run, call.loop, call.step, alike)
         if hit:
-            call.computed = False
+            call.computed, call.by = False, self.name
             self.tap.skip()
         else:
             self.computing = True
@@ -253,12 +251,12 @@ class Engine:
         finally:
             set_eval_frame(compiling)
 
-    def mend(self, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        """What a computed step must give instead of `values` where some samples are reused; None: just those."""
+    def answers(self) -> list[tuple[list[int], tuple[torch.Tensor, ...]]]:
+        """At a computed step: the rows of samples that are reused all the same, and their forecasts per stream."""
         branch = self.branch
-        if branch is None or not isinstance(branch.policy, GroupedPolicy):
-            return None
-        return branch.policy.mend(branch.memory, self.step, self.seen, values)
+        assert branch is not None
+        policy = branch.policy
+        return policy.answers(branch.memory, self.step, self.seen) if isinstance(policy, GroupedPolicy) else []
 
     @eager
     def store(self, values: tuple[torch.Tensor, ...]) -> None:
@@ -315,7 +313,7 @@ class Engine:
         if other is None or other.loop != branch.loop or other.form != form:
             other = states[key] = Branch(branch.loop, form)
             other.policy = self.recipe.policy.fit(call.run.total, name, self._sigmas(call.run), call.run.begin)
-            other.sights, other.foreseen, other.scheduled = branch.sights, branch.foreseen, branch.scheduled
+            other.sights, other.foreseen = branch.sights, branch.foreseen
         other.memory, other.template, other.missed = half_of(branch.memory, rows, half), branch.template, branch.missed
 
     # ---- life ------------------------------------------------------------------------------------------

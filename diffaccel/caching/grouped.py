@@ -90,10 +90,6 @@ class GroupedPolicy:
         """Of every sample, whether it asked to reuse the step that was decided last."""
         return tuple([part.tally.consecutive > 0 for part in memory.gate])
 
-    def settled(self, memory: Memory) -> list[int]:
-        """Which samples asked to reuse the step that was decided last."""
-        return [i for i, hit in enumerate(self.verdicts(memory)) if hit]
-
     def forecast(self, memory: Memory, step: Step, seen: Any = None, part: slice = ALL) -> tuple[torch.Tensor, ...]:
         """What the skipped part would have said to every sample, per stream."""
         said = [
@@ -108,19 +104,13 @@ class GroupedPolicy:
             whole[list(rows)] = piece
         return whole
 
-    def mend(
-        self, memory: Memory, step: Step, seen: Any, values: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...] | None:
-        """`values` of a computed step with the forecasts of those samples that asked to reuse it; None: of none."""
-        settled = self.settled(memory)
-        if not settled:
-            return None
-        mended = [value.clone() for value in values]
-        for i in settled:
-            rows = self.groups[i]
-            for whole, piece in zip(mended, self.policy.forecast(memory.gate[i], step, take(seen, rows)), strict=True):
-                whole[list(rows)] = piece.to(whole.dtype)
-        return tuple(mended)
+    def answers(self, memory: Memory, step: Step, seen: Any) -> list[tuple[list[int], tuple[torch.Tensor, ...]]]:
+        """(rows, forecasts per stream) of every sample that asked to reuse a step that is computed for the others."""
+        return [
+            (list(rows), self.policy.forecast(part, step, take(seen, rows)))
+            for part, rows, hit in zip(memory.gate, self.groups, self.verdicts(memory), strict=True)
+            if hit
+        ]
 
     def error(self, memory: Memory, step: Step, values: tuple[torch.Tensor, ...], seen: Any) -> torch.Tensor:
         """What a reuse would have missed for every row, [B]; not a number where nothing is remembered."""
@@ -141,18 +131,20 @@ class GroupedPolicy:
         output: torch.Tensor | None = None,
     ) -> Memory:
         """Remember a computed step, for the samples that were due."""
-        parts = list(memory.gate)
-        for i in set(range(len(parts))) - set(self.settled(memory)):
-            rows = self.groups[i]
+
+        def keep(part: Memory, rows: Rows) -> Memory:
             mine = tuple([take(value, rows) for value in values])
-            shown = None if output is None else take(output, rows)
-            parts[i] = self.policy.store(parts[i], step, mine, take(seen, rows), shown)
-        return self._joint(parts, memory.last)
+            return self.policy.store(part, step, mine, take(seen, rows), take(output, rows))
+
+        return self._due(memory, keep)
 
     def record(self, memory: Memory, step: Step, seen: Any, output: torch.Tensor) -> Memory:
         """Show the gate what a computed step gave, for the samples that were due."""
-        parts = list(memory.gate)
-        for i in set(range(len(parts))) - set(self.settled(memory)):
-            rows = self.groups[i]
-            parts[i] = self.policy.record(parts[i], step, take(seen, rows), take(output, rows))
-        return self._joint(parts, memory.last)
+        return self._due(
+            memory, lambda part, rows: self.policy.record(part, step, take(seen, rows), take(output, rows))
+        )
+
+    def _due(self, memory: Memory, change: Callable[[Memory, Rows], Memory]) -> Memory:
+        """The memory with `change` made to the samples that did not ask to reuse this step."""
+        each = zip(memory.gate, self.groups, self.verdicts(memory), strict=True)
+        return self._joint([part if hit else change(part, rows) for part, rows, hit in each], memory.last)

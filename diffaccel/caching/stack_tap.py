@@ -79,7 +79,7 @@ class _Mark(Hook):
         else:
             values = tuple(map(torch.sub, map(streams.__getitem__, tap.reads), tap.entry))
             if engine.recipe.per_sample:
-                output = tap.mended(streams, values, output)
+                output = tap.mixed(streams, output)
             tap.sink(values)
         return output
 
@@ -156,22 +156,17 @@ class StackTap:
             return (torch.cat([streams[name] for name in self.joins], dim=1),)
         return tuple([streams[name] for name in self.reads])
 
-    def mended(self, streams: Streams, values: tuple[torch.Tensor, ...], output: Any) -> Any:
+    def mixed(self, streams: Streams, output: Any) -> Any:
         """The last block's output, with the forecasts of the samples that are reused at a computed step."""
-        mended = self.engine.mend(values)
-        if mended is None:
+        answers = self.engine.answers()
+        if not answers:
             return output
-        mixed = {}
-        for name, entry, value, new in zip(self.reads, self.entry, values, mended, strict=True):
-            same = (value == new).flatten(1).all(1)  # rows that were due keep what was computed, to the bit
-            shape = (-1, *([1] * (value.ndim - 1)))
-            mixed[name] = torch.where(same.reshape(shape), streams[name], (entry + new).to(entry.dtype))
-        streams = streams | mixed
-        return (
-            streams[self.last.outputs[0]]
-            if len(self.last.outputs) == 1
-            else tuple(streams[n] for n in self.last.outputs)
-        )
+        new = streams | {name: streams[name].clone() for name in self.reads}
+        for rows, forecast in answers:
+            for name, entry, residual in zip(self.reads, self.entry, forecast, strict=True):
+                new[name][rows] = (entry[rows] + residual).to(entry.dtype)
+        several = tuple(new[name] for name in self.last.outputs)
+        return several if len(several) > 1 else several[0]
 
     # ---- the tap ---------------------------------------------------------------------------------------
 

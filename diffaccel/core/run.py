@@ -34,7 +34,7 @@ class Call:
     """
 
     __slots__ = (
-        "answer", "branch", "component", "computed", "end", "error", "finish", "gate", "half", "inputs", "loop",
+        "answer", "branch", "by", "component", "computed", "end", "error", "finish", "gate", "half", "inputs", "loop",
         "output", "replay", "run", "start", "step",
     )  # fmt: skip
 
@@ -43,6 +43,7 @@ class Call:
         self.step, self.loop = run.step, run.loop
         self.computed: bool = True
         self.gate: float | None = None
+        self.by = ""  # the plan item that answered, where `computed` is False
         self.error: torch.Tensor | None = None  # what a forecast would have missed at this computed call, [B]
         self.replay: Any = None  # an output to return instead of computing, while a paused run is replayed
         self.half: tuple[str, slice] | None = None

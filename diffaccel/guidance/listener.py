@@ -133,7 +133,7 @@ class GuidanceListener:
         if act is Act.BOTH:
             self._watch(call, lambda output: self._learn(call, memory, cond, output))
         else:
-            call.answer, call.computed = self._instead(call, memory, act, cond), False
+            call.answer, call.computed, call.by = self._instead(call, memory, act, cond), False, self.lever.name
             self._put(call, memory.count(act))
 
     # ---- both in one batch -----------------------------------------------------------------------------

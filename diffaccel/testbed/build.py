@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .tokenizers import TEXT_LENGTH, clip_tokenizer, t5_tokenizer
 
@@ -86,24 +86,27 @@ def clip_encoder(size: Size, tokenizer) -> CLIPTextModel:
     )
 
 
+def t5_settings(dim: int, layers: int, tokenizer) -> dict[str, Any]:
+    """Of a small T5 (or UMT5) encoder of width `dim`."""
+    return {
+        "vocab_size": len(tokenizer),
+        "d_model": dim,
+        "d_kv": 32,
+        "d_ff": 2 * dim,
+        "num_layers": layers,
+        "num_heads": dim // 32,
+        "feed_forward_proj": "gated-gelu",
+        "dropout_rate": 0.0,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
 def t5_encoder(size: Size, tokenizer) -> T5EncoderModel:
     """Gives the token embeddings [B, 32, text_dim]."""
     from transformers import T5Config, T5EncoderModel
 
-    return T5EncoderModel(
-        T5Config(
-            vocab_size=len(tokenizer),
-            d_model=size.text_dim,
-            d_kv=32,
-            d_ff=2 * size.text_dim,
-            num_layers=size.text_layers,
-            num_heads=size.text_dim // 32,
-            feed_forward_proj="gated-gelu",
-            dropout_rate=0.0,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
+    return T5EncoderModel(T5Config(**t5_settings(size.text_dim, size.text_layers, tokenizer)))
 
 
 def scheduler():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .build import t5_settings
 from .tokenizers import umt5_tokenizer
 
 if TYPE_CHECKING:
@@ -77,20 +78,7 @@ def text_encoder(size: VideoSize, tokenizer) -> UMT5EncoderModel:
     """Gives the token embeddings [B, 32, text_dim]."""
     from transformers import UMT5Config, UMT5EncoderModel
 
-    return UMT5EncoderModel(
-        UMT5Config(
-            vocab_size=len(tokenizer),
-            d_model=size.text_dim,
-            d_kv=32,
-            d_ff=2 * size.text_dim,
-            num_layers=size.text_layers,
-            num_heads=size.text_dim // 32,
-            feed_forward_proj="gated-gelu",
-            dropout_rate=0.0,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
+    return UMT5EncoderModel(UMT5Config(**t5_settings(size.text_dim, size.text_layers, tokenizer)))
 
 
 def scheduler() -> FlowMatchEulerDiscreteScheduler:

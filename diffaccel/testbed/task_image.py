@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import world
-from .tasks import AutoencoderTask, DenoiserTask, Shape, Training
+from .tasks import AutoencoderTask, DenoiserTask, Shape, Training, reconstruction_loss
 from .tokenizers import TEXT_LENGTH
 from .train_dit import noise_levels
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _PIXELS_PER_BATCH = 16 * 64 * 64
 _SIZES = ((64, 64), (64, 64), (64, 64), (64, 96), (96, 64), (96, 96))
-_KL_WEIGHT = 5e-4
-_LATENT_NOISE = 0.2  # largest, in standard deviations of the latents
 _TOKENIZERS = threading.Lock()  # padding is state of a tokenizer, so one thread at a time
 
 
@@ -43,18 +41,6 @@ def _scenes(split: str) -> list[world.Scene]:
     if split not in _CACHE:
         _CACHE[split] = world.combinations(split)
     return _CACHE[split]
-
-
-def reconstruction_loss(vae: AutoencoderKL, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Reconstruction and KL loss of pictures [B, 3, H, W]; latents get noise, its strength per picture."""
-    import torch
-
-    posterior = vae.encode(x).latent_dist
-    noise = torch.randn(posterior.mean.shape, generator=generator)
-    strength = _LATENT_NOISE * torch.rand(len(x), 1, 1, 1, generator=generator) * posterior.mean.detach().std()
-    y = vae.decode(posterior.mean + (posterior.var + strength**2).sqrt() * noise).sample
-    kl = 0.5 * (posterior.mean**2 + posterior.var - 1.0 - posterior.logvar).mean()
-    return (y - x).abs().mean() + 4.0 * (y - x).square().mean() + _KL_WEIGHT * kl
 
 
 def set_scale(vae: AutoencoderKL) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import motion, world
-from .tasks import AutoencoderTask, DenoiserTask, Shape, Training
+from .tasks import AutoencoderTask, DenoiserTask, Shape, Training, reconstruction_loss
 from .tokenizers import TEXT_LENGTH
 from .train_dit import noise_levels
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan, WanPipeline
 
 _SMALLEST = 48
-_KL_WEIGHT = 5e-4
-_LATENT_NOISE = 0.2  # largest, in standard deviations of the latents
 _TOKENIZERS = threading.Lock()  # padding is state of a tokenizer, so one thread at a time
 
 
@@ -63,17 +61,9 @@ def own_state(vae: AutoencoderKLWan) -> AutoencoderKLWan:
     return copy.copy(vae)
 
 
-def reconstruction_loss(vae: AutoencoderKLWan, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Reconstruction and KL loss of clips [B, 3, F, H, W]; latents get noise, its strength per clip."""
-    import torch
-
-    vae = own_state(vae)
-    posterior = vae.encode(x).latent_dist
-    noise = torch.randn(posterior.mean.shape, generator=generator)
-    strength = _LATENT_NOISE * torch.rand(len(x), 1, 1, 1, 1, generator=generator) * posterior.mean.detach().std()
-    y = vae.decode(posterior.mean + (posterior.var + strength**2).sqrt() * noise).sample
-    kl = 0.5 * (posterior.mean**2 + posterior.var - 1.0 - posterior.logvar).mean()
-    return (y - x).abs().mean() + 4.0 * (y - x).square().mean() + _KL_WEIGHT * kl
+def clip_loss(vae: AutoencoderKLWan, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Reconstruction and KL loss of clips [B, 3, F, H, W]."""
+    return reconstruction_loss(own_state(vae), x, generator)
 
 
 def set_scale(vae: AutoencoderKLWan) -> None:
@@ -162,7 +152,7 @@ VAE = AutoencoderTask(  # many small steps: its many per-pixel norms make it slo
         ((5, 64, 64), 4),
     ),
     draw=cuttings,
-    loss_of=reconstruction_loss,
+    loss_of=clip_loss,
     set_scale=set_scale,
     peak_rate=1e-3,
     hold=0.5,

@@ -55,3 +55,20 @@ class Training:
 def pack_seeds(first: int, count: int, chunk: int) -> list[range]:
     """Seeds first .. first + count - 1 in chunks."""
     return [range(first + at, first + min(at + chunk, count)) for at in range(0, count, chunk)]
+
+
+_KL_WEIGHT = 5e-4
+_LATENT_NOISE = 0.2  # largest, in standard deviations of the latents
+
+
+def reconstruction_loss(vae: Any, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Reconstruction and KL loss of pixels [B, 3, ...]; latents get noise, its strength per sample."""
+    import torch
+
+    posterior = vae.encode(x).latent_dist
+    noise = torch.randn(posterior.mean.shape, generator=generator)
+    each = (len(x), *([1] * (x.ndim - 1)))
+    strength = _LATENT_NOISE * torch.rand(each, generator=generator) * posterior.mean.detach().std()
+    y = vae.decode(posterior.mean + (posterior.var + strength**2).sqrt() * noise).sample
+    kl = 0.5 * (posterior.mean**2 + posterior.var - 1.0 - posterior.logvar).mean()
+    return (y - x).abs().mean() + 4.0 * (y - x).square().mean() + _KL_WEIGHT * kl

@@ -189,6 +189,9 @@ class StepCache:
             undo()
             raise
 
+        def hits(run: Run) -> int:
+            return sum(call.by == self.name for call in run.calls)
+
         def begin_run(run: Run) -> None:
             if not off:
                 run.state[self.name] = {}
@@ -198,7 +201,7 @@ class StepCache:
                 engine.end_run()
             down = any(note.startswith(self.name) for note in run.notes)
             asked = any(call.gate is not None for call in run.calls)
-            if len(run.calls) > 1 and run.ticks and not (off or run.hits or asked or down):
+            if len(run.calls) > 1 and run.ticks and not (off or hits(run) or asked or down):
                 run.note(f"{self.name} reused nothing: its guards or its schedule had every step computed")
 
         def relink() -> None:
@@ -206,7 +209,7 @@ class StepCache:
                 engine.tap.relink()
 
         def stats(run: Run) -> dict[str, Any]:
-            return {"hit_rate": round(run.hits / len(run.calls), 4) if run.calls else 0.0}
+            return {"hit_rate": round(hits(run) / len(run.calls), 4) if run.calls else 0.0}
 
         return Edit(
             self.name,
