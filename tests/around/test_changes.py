@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline, FirstBlockCacheConfig, WanVideoToVideoP
 
 from diffaccel import Plan, accelerate, attach, plan, restore
 from diffaccel.errors import IncompatibleError
-from tests import tiny
+from tests import fingerprint, tiny
 from tests.invariants.levers import (
     CACHE_ITEM,
     REUSE_ALL,
@@ -307,12 +307,12 @@ def test_deepcopy_is_refused_by_name(family: str, lever: str) -> None:
     """The refusal names deepcopy and the way out, leaves the pipeline as it was, and the way out works."""
     pipe = accelerated(family, lever)
     before = tiny.run(pipe, family)
-    untouched = tiny.snapshot_pipe(pipe)
+    untouched = fingerprint.snapshot_pipe(pipe)
     with pytest.raises(IncompatibleError, match=r"deepcopy.*restore"):
         copy.deepcopy(pipe)
     with pytest.raises(IncompatibleError, match="deepcopy"):
         copy.deepcopy({"one": [pipe]})
-    tiny.assert_same(untouched, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(untouched, fingerprint.snapshot_pipe(pipe))
     assert torch.equal(tiny.run(pipe, family), before)
     clone = copy.deepcopy(restore(pipe))
     for tested in (pipe, clone):

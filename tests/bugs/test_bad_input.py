@@ -14,7 +14,7 @@ from diffusers.configuration_utils import register_to_config
 import diffaccel
 from diffaccel import accelerate, attach, plan, restore
 from diffaccel.errors import DiffaccelError, IncompatibleError, InvalidOptionError, UnsupportedModelError
-from tests import tiny
+from tests import fingerprint, tiny
 from tests.invariants.levers import (
     CACHE_ITEM,
     REUSE_ALL,
@@ -49,9 +49,9 @@ def test_not_a_pipeline(kind: str, verb: str) -> None:
 def test_restore_of_what_was_never_accelerated() -> None:
     """restore is a no-op on a pipeline that is not accelerated."""
     pipe = tiny.build("sd3")
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     assert restore(pipe) is pipe
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
@@ -79,13 +79,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 def test_wrong_argument(kind: str, arguments: dict[str, Any], hint: str) -> None:
     """An unknown name or a bad value raises InvalidOptionError with the nearest name, touching nothing."""
     pipe = tiny.build("flux")
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     arguments = {"preset": None} | arguments
     for function in (accelerate, plan):
         with pytest.raises(InvalidOptionError, match=hint) as caught:
             function(pipe, **arguments)
         assert isinstance(caught.value, ValueError)
-        tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+        fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 def test_wrong_argument_of_a_verb() -> None:
@@ -106,12 +106,12 @@ def test_preset_of_another_family(family: str, tmp_path: Path) -> None:
     """A preset made for FLUX, and a plan made for FLUX, are refused by the names of both families."""
     made = plan(tiny.build("flux"), preset=None, **cache_options("flux"))
     pipe = tiny.build(family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     for preset in ("cpu-demo", made):
         with pytest.raises(UnsupportedModelError, match="flux") as caught:
             accelerate(pipe, preset)
         assert type(pipe).__name__ in str(caught.value) or family in str(caught.value)
-        tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+        fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 @pytest.mark.parametrize("what", ["one block", "the transformer", "the text encoder"])
@@ -124,12 +124,12 @@ def test_half_on_meta(what: str) -> None:
         pipe.transformer.to("meta")
     else:
         pipe.text_encoder_2.to("meta")
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     name = "text_encoder_2" if what == "the text encoder" else "transformer"
     with pytest.raises(DiffaccelError, match=name) as caught:
         accelerate(pipe, preset=None, **cache_options("flux"))
     assert "meta" in str(caught.value)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 NATIVE = {
@@ -148,12 +148,12 @@ def test_a_native_cache_is_on(family: str, kind: str) -> None:
     pipe.transformer.enable_cache(NATIVE[kind]())
     native = tiny.run(pipe, family)
     assert not torch.equal(native, plain(family))
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     name = type(NATIVE[kind]()).__name__
 
     with pytest.raises(IncompatibleError, match=name):
         accelerate(pipe, preset=None, strict=True, **cache_options(family))
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
     accelerate(pipe, preset=None, **cache_options(family))
     entry = item(pipe.acceleration.plan, CACHE_ITEM)
@@ -163,7 +163,7 @@ def test_a_native_cache_is_on(family: str, kind: str) -> None:
         pipe.enable_first_block_cache(threshold=0.1)
     assert torch.equal(tiny.run(pipe, family), native)
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert torch.equal(tiny.run(pipe, family), native)
     pipe.transformer.disable_cache()
     assert torch.equal(tiny.run(pipe, family), plain(family))
@@ -196,7 +196,7 @@ def test_device_map(tmp_path: Path) -> None:
     loaded.set_progress_bar_config(disable=True)
     assert loaded.hf_device_map is not None
     reference = tiny.run(loaded, "flux")
-    before = tiny.snapshot_pipe(loaded)
+    before = fingerprint.snapshot_pipe(loaded)
     try:
         put_on(loaded, "flux", "cache")
     except DiffaccelError as error:
@@ -204,7 +204,7 @@ def test_device_map(tmp_path: Path) -> None:
     else:
         torch.testing.assert_close(tiny.run(loaded, "flux"), fresh("flux"), atol=1e-6, rtol=0)
         restore(loaded)
-    tiny.assert_same(before, tiny.snapshot_pipe(loaded))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(loaded))
     assert torch.equal(tiny.run(loaded, "flux"), reference)
 
 
@@ -239,7 +239,7 @@ def test_quantized_weights(family: str) -> None:
     pipe = tiny.build(family)
     quantize(pipe)
     reference = tiny.run(pipe, family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     try:
         put_on(pipe, family, "cache", cache_threshold=0.0)
     except DiffaccelError as error:
@@ -250,7 +250,7 @@ def test_quantized_weights(family: str) -> None:
         assert not torch.equal(tiny.run(pipe, family), reference)
         assert pipe.acceleration.report.hit_rate > 0.5
         restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert torch.equal(tiny.run(pipe, family), reference)
 
 

@@ -22,7 +22,7 @@ from diffaccel.caching.probing import RateGate
 from diffaccel.caching.scopes import Denoiser, Scope, Stack
 from diffaccel.caching.stack_tap import blocks_of
 from diffaccel.models.registry import lookup
-from tests import tiny
+from tests import fingerprint, tiny
 from tests.bugs.methods import (
     METHODS,
     assert_fresh,
@@ -107,7 +107,7 @@ def test_c11_two_experts(method: str) -> None:
     """diffusers#14025: each expert of Wan 2.2 has a cache of its own, computes its first step and is undone."""
     pipe = tiny.build("wan22")
     plain = latents(pipe, "wan22", num_inference_steps=10)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     changes = {"cache_steps": [0, 1, 3, 5, 7]} if method == "schedule" else {}
     accelerate(pipe, preset=None, **options("wan22", method, **changes))
     first = latents(pipe, "wan22", num_inference_steps=10)
@@ -120,7 +120,7 @@ def test_c11_two_experts(method: str) -> None:
             assert False in own, "each expert reuses steps"
     assert torch.equal(latents(pipe, "wan22", num_inference_steps=10), first) and not torch.equal(first, plain)
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 def flux2() -> Any:
@@ -171,7 +171,7 @@ def test_c12_streams_that_are_joined(method: str) -> None:
     """diffusers#14280: on FLUX.2, whose streams are joined between block lists, each acts, or is refused at attach."""
     pipe = flux2()
     reference = flux2_run(pipe)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     accelerate(pipe, preset=None, strict=True, **neutral("flux", method))
     assert torch.equal(flux2_run(pipe), reference)
     wide = {"cache_threshold": 9.0} if "cache_threshold" in options("flux", method) else {}
@@ -179,7 +179,7 @@ def test_c12_streams_that_are_joined(method: str) -> None:
     first = flux2_run(pipe)
     assert pipe.acceleration.report.hit_rate > 0 and torch.equal(flux2_run(pipe), first)
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 def bytes_of_modules(family: str) -> int:

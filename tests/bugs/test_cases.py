@@ -11,7 +11,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Bac
 
 from diffaccel import accelerate, attach, restore
 from diffaccel.errors import DiffaccelError, InvalidOptionError
-from tests import tiny
+from tests import fingerprint, tiny
 from tests.invariants.levers import (
     BACKEND,
     CACHES,
@@ -128,7 +128,7 @@ def test_c07_off_is_off(family: str) -> None:
         assert set(vars(module)) - {"_diffusers_hook"} == before[path] - {"_diffusers_hook"}, path
 
 
-# C08 (two pipelines on one transformer) is in invariants/test_3_isolation.py.
+# C08 (two pipelines on one transformer) is in invariants/test_3_neighbours.py.
 
 
 @pytest.mark.parametrize("family", CACHES)
@@ -198,13 +198,13 @@ def test_c11_two_experts_neutral_and_undone() -> None:
     """Threshold 0 on both experts is bit-equal; restore takes it off both."""
     pipe = tiny.build("wan22")
     tiny.run(pipe, "wan22")
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     put_on(pipe, "wan22", "cache", cache_threshold=0.0)
     assert torch.equal(tiny.run(pipe, "wan22"), plain("wan22"))
     accelerate(pipe, preset=None, attention=BACKEND, **cache_options("wan22"))
     tiny.run(pipe, "wan22")
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert torch.equal(tiny.run(pipe, "wan22"), plain("wan22"))
 
 
@@ -276,7 +276,7 @@ def test_c32_accelerate_twice(family: str) -> None:
     """diffusers#2907: a second accelerate, the same or another, is a clean swap; hooks never stack."""
     pipe = tiny.build(family)
     tiny.run(pipe, family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     for lever in ("cache", "cache", "both", "attach"):
         put_on(pipe, family, lever)
         result, records = fresh_run(family, lever)
@@ -286,14 +286,14 @@ def test_c32_accelerate_twice(family: str) -> None:
         names = getattr(getattr(module, "_diffusers_hook", None), "_hook_order", [])
         assert len([name for name in names if name.startswith("diffaccel.")]) <= 1, names
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 def test_c32_a_failing_second_call_keeps_the_first() -> None:
     """A second accelerate that is refused leaves the first in force, and restore still undoes everything."""
     pipe = tiny.build("flux")
     tiny.run(pipe, "flux")
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     put_on(pipe, "flux", "cache")
     for bad in (
         {"cache": "first_blok"},
@@ -307,7 +307,7 @@ def test_c32_a_failing_second_call_keeps_the_first() -> None:
         pipe.enable_attention("sage")
     assert torch.equal(tiny.run(pipe, "flux"), fresh("flux"))
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 @pytest.mark.parametrize("family", ["flux", "wan"])

@@ -32,20 +32,6 @@ CONTENT = ("adacache", "custom", "dicache", "easycache", "first_block", "seacach
 # ---- offload -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def onloads(monkeypatch: pytest.MonkeyPatch) -> list[ModuleGroup]:
-    """Every onload of diffusers' group offload."""
-    seen: list[ModuleGroup] = []
-    original = ModuleGroup.onload_
-
-    def onload_(self: ModuleGroup, *args: Any, **kwargs: Any) -> Any:
-        seen.append(self)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(ModuleGroup, "onload_", onload_)
-    return seen
-
-
 def parameters_loaded(seen: list[ModuleGroup]) -> set[int]:
     """The parameters that were moved, by identity."""
     modules = [module for group in seen for module in group.modules]

@@ -25,7 +25,7 @@ from diffaccel.caching.schedule import ScheduleGate
 from diffaccel.caching.scopes import Deep
 from diffaccel.core.run import Run
 from diffaccel.errors import InvalidOptionError, UnsupportedModelError
-from tests import tiny
+from tests import fingerprint, tiny
 from tests.caching.unets import FREEU, OPEN, computed, deep, pipeline
 
 
@@ -103,11 +103,11 @@ def test_undo() -> None:
     """No trace in variables, registries and state dicts; the same bits; FreeU and fused projections still work."""
     pipe = pipeline("sdxl")
     plain = tiny.run(pipe, "sdxl")
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     accelerate(pipe, None, strict=True, **OPEN, cache_branch=4)
     assert not torch.equal(tiny.run(pipe, "sdxl"), plain)
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert torch.equal(tiny.run(pipe, "sdxl"), plain)
     other = pipeline("sdxl")
     for one in (pipe, other):

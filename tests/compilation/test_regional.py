@@ -24,7 +24,7 @@ from diffaccel import (
     plan,
     restore,
 )
-from tests import tiny
+from tests import fingerprint, tiny
 
 COMPILED = "_compiled_call_impl"
 EAGER: dict[str, Any] = {"compile": True, "compile_backend": "eager"}
@@ -60,7 +60,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
 def test_blocks_are_whole_and_compiled_once(family: str, graphs: Callable[[], int]) -> None:
     pipe = tiny.build(family)
     reference = tiny.run(pipe, family, num_inference_steps=3)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     accelerate(pipe, None, **EAGER, compile_fullgraph=True)  # fullgraph: a break would raise
     same(tiny.run(pipe, family, num_inference_steps=3), reference)
     made = graphs()
@@ -72,7 +72,7 @@ def test_blocks_are_whole_and_compiled_once(family: str, graphs: Callable[[], in
     assert pipe.acceleration.report.stats["compile"]["graphs_compiled"] == 0
     assert pipe.acceleration.plan.item("compile").fidelity == "equivalent"
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert not any(COMPILED in vars(module) for module in tiny.denoiser(pipe).modules())
     assert torch.equal(tiny.run(pipe, family, num_inference_steps=3), reference)
     assert graphs() == made, "still compiling after restore"
@@ -98,7 +98,7 @@ def test_with_the_cache_in_either_order(family: str, graphs: Callable[[], int]) 
     hits = strip(pipe)
     assert "." in "".join(hits.values()) and "C" in "".join(hits.values())
     restore(pipe)
-    plain = tiny.snapshot_pipe(pipe)
+    plain = fingerprint.snapshot_pipe(pipe)
     parameters = {key.removeprefix("cache_"): value for key, value in options.items() if key != "cache"}
 
     attach(pipe).enable_compile(backend="eager", fullgraph=True).enable_first_block_cache(**parameters)
@@ -116,7 +116,7 @@ def test_with_the_cache_in_either_order(family: str, graphs: Callable[[], int]) 
     pipe.disable_cache()
     assert pipe.acceleration.plan.enabled == ("compile",)
     restore(pipe)
-    tiny.assert_same(plain, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(plain, fingerprint.snapshot_pipe(pipe))
 
 
 def test_with_an_attention_backend(graphs: Callable[[], int]) -> None:
@@ -158,7 +158,7 @@ def test_the_users_compiled_blocks_stay_theirs(graphs: Callable[[], int]) -> Non
     theirs = pipe.transformer.transformer_blocks[0]
     theirs.compile(backend="eager")
     compiled = vars(theirs)[COMPILED]
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     accelerate(pipe, None, **EAGER, **CACHE, cache_threshold=1e9)
     assert "1 stay as you compiled them" in pipe.acceleration.plan.item("compile").reason
     tiny.run(pipe, "flux", num_inference_steps=2)
@@ -167,7 +167,7 @@ def test_the_users_compiled_blocks_stay_theirs(graphs: Callable[[], int]) -> Non
     same(tiny.run(pipe, "flux", num_inference_steps=2), reference)
     restore(pipe)
     assert vars(theirs)[COMPILED] is compiled
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 def test_what_the_user_compiles_meanwhile_stays(graphs: Callable[[], int]) -> None:

@@ -15,7 +15,7 @@ import torch
 from diffaccel import accelerate, restore
 from diffaccel.errors import IncompatibleError
 from diffaccel.models import CARDS, lookup
-from tests import tiny
+from tests import fingerprint
 
 from .table import FAMILIES, STEPS, build, run
 
@@ -255,10 +255,10 @@ def test_branches_are_kept_apart(name: str) -> None:
 def test_restore_leaves_no_trace(name: str) -> None:
     pipe = build(name)
     assert_bits(run(pipe, name), plain(name))
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     run(cached(pipe), name)
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert_bits(run(pipe, name), plain(name))
 
 

@@ -15,7 +15,7 @@ from diffaccel.models import ModelSpec, lookup
 from diffaccel.models.infer import Refusal, infer, record
 from diffaccel.models.spec import BlockList
 from diffaccel.models.trace import BlockCall, ListInfo, Touch, Trace, Value
-from tests import tiny
+from tests import fingerprint
 
 from .table import FAMILIES, build, run
 from .test_families import assert_bits, plain
@@ -45,10 +45,10 @@ def test_a_known_family_gives_its_card(name: str) -> None:
 def test_recording_leaves_no_trace() -> None:
     pipe = build("flux2")
     run(pipe, "flux2")
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     with record(pipe.transformer) as trace:
         run(pipe, "flux2")
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert len(trace.calls) == 4
 
 

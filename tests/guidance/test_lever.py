@@ -11,7 +11,7 @@ from diffusers import FirstBlockCacheConfig
 from diffaccel import Plan, accelerate, attach, plan, restore
 from diffaccel.errors import IncompatibleError, InvalidOptionError, UnsupportedModelError
 from diffaccel.guidance.reuse import GuidanceReuse
-from tests import tiny
+from tests import fingerprint, tiny
 from tests.families.table import build as build_family
 
 from .helpers import FREE, done, reuse
@@ -51,7 +51,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 def test_bad_options_through_accelerate() -> None:
     """Refused before anything is touched; a name of the pipeline's call is no option of the lever."""
     pipe = tiny.build("sdxl")
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     for wishes in (
         {"guidance": "reuse", "guidance_interval": 0},
         {"guidance": "reuse", "guidance_scale": 4.0},
@@ -63,7 +63,7 @@ def test_bad_options_through_accelerate() -> None:
     ):
         with pytest.raises(InvalidOptionError):
             accelerate(pipe, preset=None, **wishes)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 def test_the_plan_says_what_it_does() -> None:
@@ -106,7 +106,7 @@ def test_verbs() -> None:
     """Enable, reconfigure, disable; each returns the pipe, and nothing is left."""
     pipe = tiny.build("sdxl")
     reference = tiny.run(pipe, "sdxl")
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     attach(pipe)
     assert pipe.enable_guidance_cache(interval=3, **FREE) is pipe
     assert not torch.equal(tiny.run(pipe, "sdxl"), reference) and done(pipe) == (2, 4, 0)
@@ -119,7 +119,7 @@ def test_verbs() -> None:
     assert pipe.disable_guidance_cache() is pipe
     assert torch.equal(tiny.run(pipe, "sdxl"), reference)
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 def test_budget() -> None:

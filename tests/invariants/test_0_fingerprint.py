@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers.hooks import HookRegistry, ModelHook
 
-from tests import tiny
+from tests import fingerprint, tiny
 
 
 def _subclass(pipe: Any) -> None:
@@ -68,10 +68,10 @@ def test_fingerprint_sees(trace: str) -> None:
     """Each kind of trace shows, and only it."""
     pipe = tiny.build("flux")
     tiny.run(pipe, "flux")
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     TRACES[trace](pipe)
     with pytest.raises(AssertionError, match="traces left"):
-        tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+        fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 @pytest.mark.parametrize("name", ["pipeline class", "block class", "registry class", "dispatch function"])
@@ -79,7 +79,7 @@ def test_fingerprint_sees_class_patches(name: str, monkeypatch: pytest.MonkeyPat
     """A patched class or module function shows."""
     pipe = tiny.build("flux")
     tiny.run(pipe, "flux")
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     if name == "pipeline class":
         monkeypatch.setattr(type(pipe), "__call__", lambda *_: None)
     elif name == "block class":
@@ -89,7 +89,7 @@ def test_fingerprint_sees_class_patches(name: str, monkeypatch: pytest.MonkeyPat
     else:
         monkeypatch.setattr("diffusers.models.transformers.transformer_flux.dispatch_attention_fn", lambda *_: None)
     with pytest.raises(AssertionError, match="traces left"):
-        tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+        fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.EXTRAS])
@@ -97,12 +97,12 @@ def test_fingerprint_of_an_untouched_pipeline_is_stable(family: str) -> None:
     """Plain runs, an empty registry and diffusers' own cache switched on and off leave nothing."""
     pipe = tiny.build(family)
     first = tiny.run(pipe, family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     assert torch.equal(tiny.run(pipe, family), first)
     assert not torch.equal(tiny.run(pipe, family, prompt=tiny.PROMPTS[1]), first)
     assert torch.isfinite(first).all()
     HookRegistry.check_if_exists_or_initialize(tiny.denoiser(pipe))
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 @pytest.mark.parametrize("family", tiny.TRANSFORMERS)

@@ -13,7 +13,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Backends
 
 from diffaccel import accelerate, attach, restore
-from tests import tiny
+from tests import fingerprint, tiny
 
 from .levers import (
     ATTENTION,
@@ -54,27 +54,27 @@ def test_restore_leaves_no_trace(family: str, lever: str) -> None:
     """Attach, run, restore: same fingerprint, same bits; a second restore is a no-op."""
     pipe = tiny.build(family)
     reference = tiny.run(pipe, family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     put_on(pipe, family, lever)
     tiny.run(pipe, family)
     assert restore(pipe) is pipe
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert_no_forward(pipe)
     assert torch.equal(tiny.run(pipe, family), reference)
     assert restore(pipe) is pipe
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_restore_without_a_run(family: str) -> None:
     """A pipeline that never ran is as new after attach and restore; restore needs no attach."""
     pipe = tiny.build(family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     assert restore(pipe) is pipe
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     put_on(pipe, family, "both")
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 @pytest.mark.parametrize("error", [Stop("stop"), KeyboardInterrupt()], ids=["exception", "interrupt"])
@@ -83,12 +83,12 @@ def test_restore_after_a_broken_run(family: str, error: BaseException) -> None:
     """A run that ended in an exception leaves as little as one that ended well."""
     pipe = tiny.build(family)
     reference = tiny.run(pipe, family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     put_on(pipe, family, "both")
     with pytest.raises(type(error)):
         tiny.run(pipe, family, callback_on_step_end=raise_at(3, error))
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert torch.equal(tiny.run(pipe, family), reference)
 
 
@@ -97,11 +97,11 @@ def test_handle_restores_too(family: str) -> None:
     """pipe.acceleration.restore() is restore(pipe), also for a handle kept aside."""
     pipe = tiny.build(family)
     reference = tiny.run(pipe, family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     handle = put_on(pipe, family, "both").acceleration
     tiny.run(pipe, family)
     handle.restore()
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert torch.equal(tiny.run(pipe, family), reference)
 
 
@@ -110,7 +110,7 @@ def test_verbs_undo_each_other(family: str) -> None:
     """enable, reconfigure, disable by verbs: each returns the pipe, and after disable the bits are plain."""
     pipe = tiny.build(family)
     reference = tiny.run(pipe, family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     assert attach(pipe) is pipe
     attached = hook_names(pipe)
     options = {"min_steps": 0, "last_steps": 0}
@@ -127,7 +127,7 @@ def test_verbs_undo_each_other(family: str) -> None:
     assert torch.equal(tiny.run(pipe, family), reference)
     assert hook_names(pipe) == attached
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 @pytest.mark.parametrize("family", ATTENTION)
@@ -136,11 +136,11 @@ def test_the_users_attention_backend_survives(family: str) -> None:
     pipe = tiny.build(family)
     pipe.transformer.set_attention_backend(BACKEND)
     reference = tiny.run(pipe, family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     accelerate(pipe, preset=None, attention="native", **cache_options(family))
     tiny.run(pipe, family)
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert torch.equal(tiny.run(pipe, family), reference)
 
 
@@ -190,13 +190,13 @@ def test_the_users_hooks_survive(family: str) -> None:
         reference = tiny.run(pipe, family)
         per_run = note.calls
         assert per_run == len(calls) == torch_calls[0] > 0
-        before = tiny.snapshot_pipe(pipe)
+        before = fingerprint.snapshot_pipe(pipe)
         put_on(pipe, family, "cache")
         tiny.run(pipe, family)
         assert note.calls == torch_calls[0] == 2 * per_run, "the first block runs in every step"
         assert per_run < len(calls) < 2 * per_run, "the second block is skipped in some steps"
         restore(pipe)
-        tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+        fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
         assert torch.equal(tiny.run(pipe, family), reference)
         assert note.calls == torch_calls[0] == 3 * per_run
 
@@ -241,14 +241,14 @@ def test_attach_and_restore_inside_inference_mode(family: str) -> None:
     """Attaching under inference_mode makes no inference tensors: the weights can be trained afterwards."""
     pipe = tiny.build(family)
     reference = tiny.run(pipe, family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     with torch.inference_mode():
         put_on(pipe, family, "both")
         inside = tiny.run(pipe, family)
     assert torch.equal(tiny.run(pipe, family), inside)
     with torch.inference_mode():
         restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert torch.equal(tiny.run(pipe, family), reference)
     assert not any(parameter.is_inference() for parameter in tiny.denoiser(pipe).parameters())
 

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from diffusers.hooks.group_offloading import ModuleGroup
 
 from diffaccel import restore
-from tests import tiny
+from tests import fingerprint, tiny
 
 from .levers import CACHES, REUSE_ALL, accelerated, fresh, pattern, plain, put_on
-
-
-@pytest.fixture
-def onloads(monkeypatch: pytest.MonkeyPatch) -> list[ModuleGroup]:
-    """Every group that diffusers' group offload brings in, in order."""
-    seen: list[ModuleGroup] = []
-    original = ModuleGroup.onload_
-
-    def onload_(self: ModuleGroup, *args: Any, **kwargs: Any) -> Any:
-        seen.append(self)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(ModuleGroup, "onload_", onload_)
-    return seen
 
 
 def offload(model: torch.nn.Module, kind: str = "block_level") -> None:
@@ -46,7 +30,7 @@ def test_skipped_blocks_are_not_onloaded(family: str, onloads: list[ModuleGroup]
     onloads.clear()
     tiny.run(pipe, family)
     full = len(onloads)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
 
     put_on(pipe, family, "cache")
     for _ in range(2):
@@ -56,7 +40,7 @@ def test_skipped_blocks_are_not_onloaded(family: str, onloads: list[ModuleGroup]
         assert skipped > 0 and len(onloads) == full - skipped
 
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     onloads.clear()
     assert torch.equal(tiny.run(pipe, family), plain(family))
     assert len(onloads) == full

@@ -11,7 +11,7 @@ from accelerate import cpu_offload
 from diffusers.hooks import HookRegistry, ModelHook
 
 from diffaccel import restore
-from tests import tiny
+from tests import fingerprint, tiny
 
 from .levers import CACHES, accelerated, counted, fresh, fresh_run, inner, pattern, plain, put_on
 from .test_7_order import offload
@@ -225,7 +225,7 @@ def test_compiled(family: str, kind: str, order: str, dynamo: Callable[[], int])
         COMPILES[kind](pipe)
         tiny.run(pipe, family, **call)
         assert dynamo() > 0, "nothing was compiled"
-        before = tiny.snapshot_pipe(pipe)
+        before = fingerprint.snapshot_pipe(pipe)
         put_on(pipe, family, "cache")
     else:
         put_on(pipe, family, "cache")
@@ -241,5 +241,5 @@ def test_compiled(family: str, kind: str, order: str, dynamo: Callable[[], int])
     assert dynamo() == graphs, "a second identical call compiled again"
     restore(pipe)
     if before is not None:
-        tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+        fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     torch.testing.assert_close(tiny.run(pipe, family, **call), plain(family, **call), atol=1e-5, rtol=0)

@@ -14,7 +14,7 @@ from diffusers import AutoPipelineForImage2Image, DiffusionPipeline, FluxImg2Img
 
 from diffaccel import accelerate, attach, plan, restore
 from diffaccel.errors import UnsupportedModelError
-from tests import tiny
+from tests import fingerprint, tiny
 
 from .levers import (
     ATTENTION,
@@ -137,17 +137,17 @@ def test_the_cache_on_a_unet_is_refused_by_name() -> None:
     """accelerate skips with a reason naming the family, verb and strict raise, nothing is half attached."""
     pipe = tiny.build("sdxl")
     tiny.run(pipe, "sdxl")
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     with pytest.raises(UnsupportedModelError, match=r"(?i)sdxl|stable.?diffusion.?xl|unet"):
         accelerate(pipe, preset=None, strict=True, **cache_options("sdxl"))
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     accelerate(pipe, preset=None, **cache_options("sdxl"))
     reason = item(pipe.acceleration.plan, CACHE_ITEM).reason.lower()
     assert any(name in reason for name in ("sdxl", "stablediffusionxl", "unet", "u-net")), reason
-    attached = tiny.snapshot_pipe(pipe)
+    attached = fingerprint.snapshot_pipe(pipe)
     with pytest.raises(UnsupportedModelError, match=r"(?i)sdxl|stable.?diffusion.?xl|unet"):
         pipe.enable_first_block_cache(threshold=0.1)
-    tiny.assert_same(attached, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(attached, fingerprint.snapshot_pipe(pipe))
     assert torch.equal(tiny.run(pipe, "sdxl"), plain("sdxl"))
 
 
@@ -156,10 +156,10 @@ def test_attention_on_legacy_processors_is_refused_by_name(family: str) -> None:
     """Processors that call SDPA themselves ignore a backend: skipped with a reason, refused by the verb."""
     pipe = tiny.build(family)
     tiny.run(pipe, family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     with pytest.raises(UnsupportedModelError):
         accelerate(pipe, preset=None, attention=BACKEND, strict=True)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     accelerate(pipe, preset=None, attention=BACKEND)
     entry = item(pipe.acceleration.plan, "attention")
     assert entry.status == "skipped" and "processor" in entry.reason.lower(), entry.reason
@@ -174,9 +174,9 @@ def test_plan_touches_nothing(family: str, lever: str) -> None:
     """plan() decides what accelerate() decides and leaves no trace; accelerate(pipe, that plan) does it."""
     pipe = tiny.build(family)
     tiny.run(pipe, family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     decided = plan(pipe, preset=None, **lever_options(family, lever))
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     put_on(pipe, family, lever)
 
     def told(made: Any) -> list[tuple[str, str, str]]:

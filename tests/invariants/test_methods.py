@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffaccel import accelerate, restore
-from tests import tiny
+from tests import fingerprint, tiny
 from tests.bugs.methods import (
     METHODS,
     NEUTRAL,
@@ -47,13 +47,13 @@ def test_undo(family: str, method: str) -> None:
     """Invariant 1: fingerprint (vars, registries, classes, state_dict order) and bits are as before."""
     pipe = tiny.build(family)
     latents(pipe, family)
-    before = tiny.snapshot_pipe(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     accelerate(pipe, preset=None, **options(family, method))
     latents(pipe, family)
     with pytest.raises(Stop):
         latents(pipe, family, callback_on_step_end=raise_at(2, Stop("stop")))
     restore(pipe)
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
     assert torch.equal(latents(pipe, family), plain_latents(family))
 
 

@@ -19,7 +19,7 @@ from diffaccel import (
     plan,
     restore,
 )
-from tests import tiny
+from tests import fingerprint, tiny
 from tests.memory import vaes
 
 RATIO = {"kl": 4, "flux2": 2, "wan22": 16, "ltx": 4, "dc": 4}  # pixels per latent; 8 for the others
@@ -159,14 +159,14 @@ def test_undo_keeps_the_users_own_tiling(family: str) -> None:
         setattr(vae, name, size)
     vae.use_tiling = True
     tiny.run(pipe, family, num_inference_steps=1)
-    before, state = tiny.snapshot_pipe(pipe), tile_state(vae)
+    before, state = fingerprint.snapshot_pipe(pipe), tile_state(vae)
     accelerate(pipe, None, vae_tiling="blended", vae_tiling_tile_height=2 * size)
     pipe.enable_vae_tiling(tile_height=4 * size).enable_vae_tiling()  # again and again
     tiny.run(pipe, family, num_inference_steps=1)
     assert "decode" not in vars(vae), "the watch stays on only during a run"
     restore(pipe)
     assert tile_state(vae) == state and vae.use_tiling
-    tiny.assert_same(before, tiny.snapshot_pipe(pipe))
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
 def test_an_exception_leaves_no_watch_behind() -> None:
