@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from ..core.compat import eager, leaves
-from ..core.hooks import Hook, Link, compiled_body, install
+from ..core.hooks import Hook, compiled_body, install
 from ..core.run import Call
 from ..errors import IncompatibleError
 from ..models.spec import BlockList
 from .engine import Engine
+from .hooked import Hooked
 from .scopes import Modules
 from .stack_tap import StackTap, blocks_of
 
@@ -46,15 +47,14 @@ def _blank(like: tuple[torch.Size, torch.dtype, torch.device], main: Any, rows: 
     return torch.zeros((), dtype=dtype, device=device).expand(shape[0] * len(main) // rows, *shape[1:])
 
 
-class ModuleTap:
+class ModuleTap(Hooked):
     """Hooks `modules` and `idle` of every block row (see `models.spec.BlockList`) but the first `front` blocks'."""
 
     def __init__(self, engine: Engine, scope: Modules) -> None:
+        super().__init__()
         self.engine = engine
         self.watch: StackTap | None = None
         self.said: dict[int, Any] = {}
-        self.skipped: list[tuple[Any, Any]] = []
-        self.links: list[Link] = []
         self.idle: list[bool] = []
         blocks = blocks_of(engine.module, engine.spec)
         if any(compiled_body(block) is not None for block, _ in blocks):
@@ -79,9 +79,7 @@ class ModuleTap:
         branch = self.engine.branch
         assert branch is not None
         for link, idle, form in zip(self.links, self.idle, branch.template, strict=True):
-            ref = link.hook.fn_ref
-            self.skipped.append((ref, link.body))
-            ref.forward = self._blank(form) if idle else self._recall(form)
+            self.stand_in(link, self._blank(form) if idle else self._recall(form))
 
     def _recall(self, form: Form) -> Callable[..., Any]:
         part, dtypes, repack = form
@@ -95,14 +93,9 @@ class ModuleTap:
         likes, repack, rows = form
         return lambda *args, **kwargs: repack([_blank(like, self.engine.main, rows) for like in likes])
 
-    def compute(self) -> None:
-        """Nothing is done to a computed call."""
-
     def release(self, call: Call) -> None:
         """Give the modules their forwards back; remember what they said on a computed step."""
-        for ref, body in self.skipped:
-            ref.forward = body
-        self.skipped.clear()
+        self.put_back()
         if self.watch is not None:
             self.watch.release(call)
         said, self.said = self.said, {}
@@ -127,15 +120,12 @@ class ModuleTap:
 
     def relink(self) -> None:
         """Put back what others dropped since the last run; stay outermost."""
-        for link in self.links:
-            link.relink()
+        super().relink()
         if self.watch is not None:
             self.watch.relink()
 
     def undo(self) -> None:
         """Leave the model as it was found."""
-        for link in reversed(self.links):
-            link.remove()
-        self.links.clear()
+        super().undo()
         if self.watch is not None:
             self.watch.undo()

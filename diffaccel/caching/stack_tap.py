@@ -17,6 +17,7 @@ from ..core.run import Call
 from ..models.spec import BlockList, ModelSpec
 from .engine import Engine
 from .gates import MODULATED, PAIR
+from .hooked import Hooked
 from .policy import ALL
 
 Streams = dict[str, torch.Tensor]
@@ -84,7 +85,7 @@ class _Mark(Hook):
         return output
 
 
-class StackTap:
+class StackTap(Hooked):
     """Blocks `start` to `stop` (exclusive) are skipped on a reused step.
 
     `part` is where this range's streams lie in what the engine remembers. With `watch` the tap only shows the gate
@@ -94,6 +95,7 @@ class StackTap:
     def __init__(
         self, engine: Engine, start: int, stop: int, label: str = "", part: slice = ALL, watch: bool = False
     ) -> None:
+        super().__init__()
         self.engine, self.name = engine, engine.name + label
         self.start, self.stop, self.part, self.watch = start, stop, part, watch
         blocks = blocks_of(engine.module, engine.spec)
@@ -105,8 +107,6 @@ class StackTap:
         self.sink: Callable[[tuple[torch.Tensor, ...]], None] = engine.store
         self.x: torch.Tensor | None = None  # the main stream as it enters the stack
         self.entry: tuple[torch.Tensor, ...] = ()  # what enters the range, per stream that is read
-        self.skipped: list[tuple[Any, Any]] = []  # (function reference, body) of blocks that sit out this call
-        self.links: list[Link] = []
         self.stand_ins: list[tuple[Link, Callable[..., Any]]] = []
         try:
             self._install(blocks)
@@ -174,27 +174,9 @@ class StackTap:
     def skip(self) -> None:
         """Stand in for the range."""
         for link, stand_in in self.stand_ins:
-            ref = link.hook.fn_ref
-            self.skipped.append((ref, link.body))
-            ref.forward = stand_in
-
-    def compute(self) -> None:
-        """Nothing is done to a computed call."""
+            self.stand_in(link, stand_in)
 
     def release(self, call: Call) -> None:
         """Give the blocks their forwards back."""
-        for ref, body in self.skipped:
-            ref.forward = body
-        self.skipped.clear()
+        self.put_back()
         self.x, self.entry = None, ()
-
-    def relink(self) -> None:
-        """Put back what others dropped since the last run; stay outermost."""
-        for link in self.links:
-            link.relink()
-
-    def undo(self) -> None:
-        """Leave the model as it was found."""
-        for link in reversed(self.links):
-            link.remove()
-        self.links.clear()

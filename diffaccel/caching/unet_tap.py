@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.compat import eager, unwrap_module
-from ..core.hooks import Hook, Link, install
+from ..core.hooks import Hook, install
 from ..core.run import Call
 from ..models.spec import ModelSpec, UNet
 from .engine import Engine
+from .hooked import Hooked
 from .scopes import Deep
 
 
@@ -124,15 +125,14 @@ class _Ear(Hook):
         return output
 
 
-class UNetTap:
+class UNetTap(Hooked):
     """Hooks everything deeper than one skip connection of a U-Net."""
 
     def __init__(self, engine: Engine, scope: Deep) -> None:
+        super().__init__()
         self.engine = engine
         assert engine.spec.unet is not None
         *self.blank, self.source = parts_left_out(engine.module, engine.spec.unet, scope.branch)
-        self.skipped: list[tuple[Any, Any]] = []  # (function reference, body) of modules that sit out this call
-        self.links: list[Link] = []
         try:
             for part in self.blank:
                 self.links.append(install(part.module, Hook(), engine.name, outermost=True))
@@ -148,9 +148,7 @@ class UNetTap:
         nothing = main.new_zeros((1,) * main.ndim)  # not empty: FreeU takes the Fourier transform of it
         answers: list[Callable[..., Any]] = [partial(_say, part.form(nothing)) for part in self.blank]
         for link, answer in zip(self.links, [*answers, self._recall], strict=True):
-            ref = link.hook.fn_ref
-            self.skipped.append((ref, link.body))
-            ref.forward = answer
+            self.stand_in(link, answer)
 
     @eager
     def _recall(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,25 +158,9 @@ class UNetTap:
         feature = engine.forecast()[0].to(engine.branch.template, copy=True)  # a copy: FreeU would write into it
         return self.source.form(feature)
 
-    def compute(self) -> None:
-        """Nothing is done to a computed call."""
-
     def release(self, call: Call) -> None:
         """Give the modules their forwards back."""
-        for ref, body in self.skipped:
-            ref.forward = body
-        self.skipped.clear()
-
-    def relink(self) -> None:
-        """Put back what others dropped since the last run; stay outermost."""
-        for link in self.links:
-            link.relink()
-
-    def undo(self) -> None:
-        """Leave the model as it was found."""
-        for link in reversed(self.links):
-            link.remove()
-        self.links.clear()
+        self.put_back()
 
 
 def _say(answer: Any, *args: Any, **kwargs: Any) -> Any:
