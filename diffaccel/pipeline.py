@@ -59,12 +59,55 @@ class Accelerated:
     # Verbs whose place has no method registry.
 
     def enable_attention(self, backend: str = "auto") -> Any:
-        """Choose the attention backend of the denoisers: "auto", "native", "flash" or "flex"."""
+        """Choose the attention backend of the denoisers: "auto", "native", "flash", "flash3", "cudnn", "xformers",
+        "flex" or "sage"."""
         return _enable(self, "attention", backend, {})
+
+    def enable_sage_attention(self, variant: str = "auto", **parameters: Any) -> Any:
+        """8-bit attention; keywords are those of `attention.sage.SageAttention`."""
+        return _enable(self, "attention", "sage", {"variant": variant, **parameters})
+
+    def enable_sparse_attention(self, method: Any = "auto", **parameters: Any) -> Any:
+        """Block-sparse self-attention for video: "radial", "sta", "svg", "svg2", "topk", "auto" (by geometry and
+        length), or a callable that makes the plan; keywords are those of `attention.sparse.SparseAttention`."""
+        if not isinstance(method, str):
+            return _enable(self, "attention", "custom", {"method": method, **parameters})
+        return _enable(self, "attention", "sparse_auto" if method == "auto" else method, parameters)
 
     def disable_attention(self) -> Any:
         """Back to the attention the pipeline came with."""
         return _disable(self, "attention")
+
+    def enable_fp8(self, **parameters: Any) -> Any:
+        """8-bit floating-point weights (and activations); keywords are those of `quantization.fp8.Fp8`."""
+        return _enable(self, "quantization", "fp8", parameters)
+
+    def enable_int8(self, **parameters: Any) -> Any:
+        """8-bit integer weights (and activations); keywords are those of `quantization.int8.Int8`."""
+        return _enable(self, "quantization", "int8", parameters)
+
+    def enable_svdquant(self, **parameters: Any) -> Any:
+        """4-bit weights and activations with a low-rank branch; keywords are those of
+        `quantization.svdquant.SvdQuant`."""
+        return _enable(self, "quantization", "svdquant", parameters)
+
+    def disable_quantization(self) -> Any:
+        """Back to the weights the pipeline came with, bit by bit."""
+        return _disable(self, "quantization")
+
+    def enable_layerwise_offload(self, **parameters: Any) -> Any:
+        """Few blocks resident, the rest on the host or on disk; keywords are those of
+        `memory.layerwise.LayerwiseOffload`."""
+        return _enable(self, "offload", "layerwise", parameters)
+
+    def enable_stage_offload(self, **parameters: Any) -> Any:
+        """Encoders, denoiser and decoder take turns on the device; keywords are those of
+        `memory.placement.StageOffload`."""
+        return _enable(self, "offload", "stage", parameters)
+
+    def disable_offload(self) -> Any:
+        """Everything back to the device it was on."""
+        return _disable(self, "offload")
 
     def enable_cache(self, gate: Any, predictor: Any = None, guard: Any = None, scope: Any = None, **more: Any) -> Any:
         """A step cache put together from its parts, all importable from `diffaccel.caching`; see docs/caching.md.

@@ -37,17 +37,21 @@ CACHES = (
     "teacache", "first_block", "dbcache", "taylorseer", "magcache", "seacache", "easycache", "dicache", "interval",
     "schedule", "deepcache", "delta_dit", "adacache", "custom",
 )  # fmt: skip
-ATTENTION = ("auto", "native", "flash", "sage", "flex", "radial", "sta", "svg", "svg2", "topk")
+KERNELS = ("auto", "native", "flash", "flash3", "cudnn", "xformers", "flex", "sage")
+SPARSE = ("radial", "sta", "svg", "svg2", "topk", "sparse_auto", "custom")
+ATTENTION = KERNELS + SPARSE
 
 PLACES: dict[str, Place] = {
     p.key: p
     for p in (
         Place("fusion", Slot.WEIGHT, 0, (True, False), ready=(False,)),
-        Place("quantization", Slot.WEIGHT, 1, ("fp8", "int8", "svdquant")),
+        Place("quantization", Slot.WEIGHT, 1, ("fp8", "int8", "svdquant"), ready=(), prefixes=("quantization_",)),
         Place("compile", Slot.MODULE, 0, (True, False), ready=(True, False), prefixes=("compile_",)),
-        Place("offload", Slot.MODULE, 1, ("stage", "layerwise")),
+        Place("offload", Slot.MODULE, 1, ("stage", "layerwise"), ready=(), prefixes=("offload_",)),
         Place("vae_tiling", Slot.MODULE, 2, ("exact", "blended"), ready=("blended",), prefixes=("vae_tiling_",)),
-        Place("attention", Slot.CALL, 0, ATTENTION, ready=("auto", "native", "flash", "flex")),
+        Place(
+            "attention", Slot.CALL, 0, ATTENTION, ready=("auto", "native", "flash", "flex"), prefixes=("attention_",)
+        ),
         Place("guidance", Slot.CALL, 1, ("reuse",), ready=("reuse",), prefixes=("guidance_",)),
         Place("cache", Slot.CALL, 2, CACHES, ready=CACHES, prefixes=("cache_",)),
     )

@@ -8,6 +8,7 @@ from typing import Any
 from ..core.accelerator import Accelerator, Fidelity
 from ..core.rules import PLACES, Place
 from ..errors import InvalidOptionError, nearest, unknown
+from .levers import LEVERS
 
 BUDGET_FIDELITIES = tuple(f.value for f in Fidelity)
 
@@ -42,24 +43,12 @@ class Budget:
                 raise InvalidOptionError(f"Budget({name}={value!r}): must be a number above 0, or None")
 
 
-def _configs() -> dict[str, dict[str, type[Any]]]:
-    from ..caching.methods import METHODS
-    from ..compilation.regional import RegionalCompile
-    from ..guidance.reuse import GuidanceReuse
-    from ..memory.vae_tiling import VaeTiling
-
-    return {
-        "cache": dict(METHODS),
-        "compile": {"True": RegionalCompile},
-        "guidance": {"reuse": GuidanceReuse},
-        "vae_tiling": {"blended": VaeTiling},
-    }
-
-
 def parameter_names(place: Place, value: str | bool | None) -> list[str]:
     """Names of the parameters a value of this place takes (without the prefix)."""
-    config = _configs().get(place.key, {}).get(str(value))
-    return [f.name for f in fields(config)] if config else []
+    row = LEVERS.get(place.key, {}).get(str(value))
+    if row is None or value not in place.ready:
+        return []
+    return [f.name for f in fields(row.config()) if f.name not in row.fixed]
 
 
 def override_keys() -> list[str]:
@@ -108,12 +97,8 @@ def _owner_is_ready(key: str, wishes: dict[str, Any]) -> bool:
 
 def build(key: str, value: str | bool, wishes: dict[str, Any]) -> Accelerator:
     """The accelerator config of one wish (the value must be one this version has)."""
-    if key == "attention":
-        from ..attention.choice import AttentionBackend
-
-        return AttentionBackend(str(value))
     place = PLACES[key]
-    config = _configs()[key][str(value)]
+    row = LEVERS[key][str(value)]
     names = parameter_names(place, value)
     parameters = {}
     for wish, given in wishes.items():
@@ -124,6 +109,6 @@ def build(key: str, value: str | bool, wishes: dict[str, Any]) -> Accelerator:
                     raise unknown("option", wish, [prefix + n for n in names])
                 parameters[name] = given
     try:
-        return config(**parameters)  # type: ignore[no-any-return]
+        return row.config()(**row.fixed, **parameters)  # type: ignore[no-any-return]
     except InvalidOptionError as error:
         raise InvalidOptionError(f"{key}={value!r}: {error}") from None
