@@ -1,33 +1,28 @@
-"""Choose the attention backend of a pipeline's denoisers, per processor and never process-wide.
+"""Choose the attention backend of a pipeline's denoisers: through the seam, never process-wide.
 
-diffusers' `set_attention_backend` also moves the process-wide default, and its reset does not move it back;
-here only `processor._attention_backend` of the model's own processors is written, for the length of a call.
+diffusers' `set_attention_backend` also moves the process-wide default, and its reset does not move it back, and it
+does nothing on models that call SDPA themselves; here each call is handed to the backend as it comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
-from ..core.compat import attention_backends, unwrap_module
-from ..core.run import Call, Run
+from ..core.compat import attention_backends, dispatch_attention, unwrap_module
+from ..core.run import Run
 from ..errors import InvalidOptionError, MissingDependencyError, UnsupportedModelError, unknown
 from ..ledger.hardware import detect
-from .backends import AUTO, BACKENDS, Backend, unfit
+from .backends import AUTO, BACKENDS, Backend, unfit, unfit_call
+from .calls import Counts, Inputs, Where
+from .lever import attach_handler, interceptable
+from .rebind import form, processors
 
 FIELD = "_attention_backend"
-
-
-def processors(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
-    """(attention module, processor) of every processor that goes through diffusers' dispatcher."""
-    for child in unwrap_module(module).modules():
-        processor = getattr(child, "processor", None)
-        if processor is not None and hasattr(processor, FIELD):
-            yield child, processor
 
 
 def _head_dim(attention: torch.nn.Module) -> int | None:
@@ -68,7 +63,8 @@ class AttentionBackend:
 
     def _sites(self, target: Target) -> list[tuple[torch.nn.Module, Any]]:
         modules = (getattr(target.pipe, name, None) for name in target.spec.denoisers)
-        return [pair for module in modules if module is not None for pair in processors(module)]
+        found = (row for module in modules if module is not None for row in processors(module))
+        return [(attention, processor) for _, attention, processor in found if form(processor) is not None]
 
     def _unfit(self, target: Target, backend: Backend) -> str | None:
         module = getattr(target.pipe, target.spec.denoisers[0])
@@ -86,15 +82,10 @@ class AttentionBackend:
         return next(b for b in map(BACKENDS.__getitem__, AUTO) if b.name == "native" or not self._unfit(target, b))
 
     def check(self, target: Target) -> Verdict:
-        """Needs processors that go through diffusers' dispatcher, and a backend that fits."""
-        spec = target.spec
-        if not spec.denoisers or not self._sites(target):
-            where = spec.denoisers[0] if spec.denoisers else "the pipeline"
-            return Verdict.no(
-                f"{spec.family}: the attention processors of {where} call scaled_dot_product_attention themselves "
-                "and take no backend",
-                UnsupportedModelError,
-            )
+        """Needs attention that can be intercepted, and a backend that fits."""
+        verdict = interceptable(target)
+        if not verdict.ok:
+            return verdict
         backend = self.resolve(target)
         reason = self._unfit(target, backend)
         if reason is not None:
@@ -110,7 +101,7 @@ class AttentionBackend:
 
     @staticmethod
     def _is(processor: Any, backend: Backend) -> bool:
-        current = getattr(processor, FIELD)
+        current = getattr(processor, FIELD, None)
         return backend.name == "native" if current is None else current.value == backend.diffusers_name
 
     def predict(self, target: Target) -> Mapping[str, Any]:
@@ -118,67 +109,68 @@ class AttentionBackend:
         return {"origin": "unmeasured"}
 
     def attach(self, target: Target, site: Site) -> Edit:
-        """Have the backend in the processors for the length of each denoiser call of this pipeline's runs."""
+        """Hand every attention call of this pipeline's runs to the backend."""
         backend = self.resolve(target)
-        switches = []
-        for component, root in site.roots.items():
-            switch = _Switch(backend, getattr(target.pipe, component))
-            root.listeners.append(switch)
-            switches.append((root, switch))
-
-        def begin_run(run: Run) -> None:
-            for _, switch in switches:
-                reason = switch.ask(run)
-                if reason is not None:
-                    run.note(f"{self.name} stood down: {reason}")
-
-        def undo() -> None:
-            for root, switch in switches:
-                if switch in root.listeners:
-                    root.listeners.remove(switch)
-
-        return Edit(self.name, undo, begin_run=begin_run, stats=lambda run: {"backend": backend.name})
+        handler = _Handler(self.name, backend)
+        return attach_handler(self.name, target, site, handler, handler.begin_run, handler.stats, handler.inline())
 
 
-class _Switch:
-    """Sets the backend of one denoiser's processors when a call begins, and puts back what was there.
+@dataclass(frozen=True)
+class Inline:
+    """A backend that compiled graphs call without leaving the graph, and what it takes."""
 
-    Only calls of the accelerated pipeline's own runs are announced, so another pipeline on the same model (and
-    the process-wide default) never sees it.
-    """
+    member: Any
+    mask: bool
+    causal: bool
 
-    def __init__(self, backend: Backend, module: torch.nn.Module) -> None:
-        self.backend, self.module = backend, module
+    def takes(self, masked: bool, causal: bool) -> bool:
+        """Can such a call go to it? (Decided while a graph is traced.)"""
+        return (self.mask or not masked) and (self.causal or not causal)
+
+
+class _Handler:
+    """Computes calls with the backend where it can; as the plain pipeline where it cannot, and says so."""
+
+    def __init__(self, name: str, backend: Backend) -> None:
+        self.name, self.backend = name, backend
         self.member = attention_backends()[backend.diffusers_name]
-        found = list(processors(module))
-        self.head_dim = max((d for d in (_head_dim(a) for a, _ in found) if d), default=None)
-        self.processors = list({id(p): p for _, p in found}.values())  # layers may share one processor
-        self.before: list[tuple[Any, Any]] = []
-        self.fits = True
 
-    def ask(self, run: Run) -> str | None:
-        """Does the backend still fit? Device and dtype may have changed since the plan was made."""
-        dtype = str(next(unwrap_module(self.module).parameters()).dtype).removeprefix("torch.")
-        reason = unfit(self.backend, detect(run.device.type), dtype, self.head_dim)
-        self.fits = reason is None
-        return reason
+    def inline(self) -> Inline:
+        """For compiled graphs."""
+        return Inline(self.member, self.backend.mask, self.backend.causal)
 
-    def begin_call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The denoiser is about to run (under its root hook's lock)."""
-        if not self.fits:
-            return
-        self.before = [(processor, vars(processor).get(FIELD, _ABSENT)) for processor in self.processors]
-        for processor in self.processors:
-            setattr(processor, FIELD, self.member)
+    def begin_run(self, run: Run) -> None:
+        """A run begins: count anew."""
+        run.state[self.name] = {"counts": Counts()}
 
-    def end_call(self, call: Call) -> None:
-        """The denoiser returned or raised."""
-        for processor, value in self.before:
-            if value is not _ABSENT:
-                setattr(processor, FIELD, value)
-            else:
-                delattr(processor, FIELD)
-        self.before = []
+    def stats(self, run: Run) -> dict[str, Any]:
+        """For the report."""
+        state = run.state.get(self.name)
+        return {"backend": self.backend.name, **(state["counts"].stats() if state else {})}
 
+    def __call__(self, where: Where, inputs: Inputs, plain: Callable[[], Any]) -> Any:
+        """Answer one attention call."""
+        counts: Counts = where.call.run.state[self.name]["counts"]
+        reason = self._unfit(inputs)
+        if reason is not None:
+            counts.fall_back(where, self.name, reason)
+            return plain()
+        counts.add(self.backend.name)
+        return dispatch_attention(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.mask,
+            0.0,
+            inputs.causal,
+            inputs.scale,
+            inputs.gqa,
+            backend=self.member,
+        )
 
-_ABSENT = object()
+    def _unfit(self, inputs: Inputs) -> str | None:
+        q, k = inputs.q, inputs.k
+        return unfit_call(
+            self.backend, q.shape, k.shape, q.dtype, q.device.type, inputs.mask is not None, inputs.causal, inputs.gqa,
+            inputs.lse,
+        )  # fmt: skip

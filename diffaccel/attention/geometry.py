@@ -24,6 +24,11 @@ class Geometry:
     frame_sink: bool = False
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """(frames, rows, columns)."""
+        return self.frames, self.rows, self.columns
+
+    @property
     def frame(self) -> int:
         """S: tokens of one frame."""
         return self.rows * self.columns

@@ -91,7 +91,9 @@ class Edit:
     """One attached accelerator: its undo, and what it wants to see of each run.
 
     `undo` must put everything back, in any state the run was left in. `begin_run` / `end_run` frame a run;
-    `end_run` is called on success, exception and interrupt alike and must free all per-run state.
+    `end_run` is called on success, exception and interrupt alike and must free all per-run state. A `durable` edit
+    uses nothing of the site: it stays in force while other levers around it change (quantizing a model again for each
+    would take minutes). `no_undo` says why it cannot be undone, in words that can end a refusal.
     """
 
     name: str
@@ -101,6 +103,8 @@ class Edit:
     relink: Callable[[], None] | None = None
     bytes_held: Callable[[Run], int] | None = None
     preemptible: bool = True
+    durable: bool = False
+    no_undo: str = ""
     stats: Callable[[Run], Mapping[str, Any]] | None = None
 
 

@@ -18,7 +18,11 @@ from diffusers.hooks.hooks import (
     ModelHook,
     StateManager,
 )
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+)
+from diffusers.models.attention_dispatch import dispatch_attention_fn as dispatch_attention
 from diffusers.utils.torch_utils import unwrap_module
 
 # set_eval_frame(None) keeps torch.compile out of everything that is called until the value it returned is set again.
@@ -33,6 +37,7 @@ __all__ = [
     "attention_backends",
     "compile_backends",
     "compile_counts",
+    "dispatch_attention",
     "drift",
     "eager",
     "host_edit",

@@ -240,6 +240,15 @@ def install(module: torch.nn.Module, hook: Hook, name: str, outermost: bool = Fa
     return Link(module, hook, full, outermost)
 
 
+def around_forward(module: torch.nn.Module) -> list[tuple[Forward | None, Forward | None]]:
+    """(before, after) of every hook in the module's registry, outermost first; (None, None) for one that replaces the
+    forward. For code that does a module's work without calling it."""
+    refs = reversed(getattr(vars(unwrap_module(module)).get(REGISTRY), "_fn_refs", ()))
+    return [
+        (None, None) if ref.original_forward is not None else (ref.pre_forward, ref.post_forward) for ref in refs
+    ]
+
+
 class _ContextProbe(StateManager):
     """Remembers the context a pipeline opened through `cache_context`, per thread; holds no other state."""
 

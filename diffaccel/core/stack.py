@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..errors import IncompatibleError
 from .accelerator import Accelerator, Edit, Site, Target
 from .compat import host_edit, unwrap_module
 from .hooks import RootHook, install_root, invalidate
@@ -24,37 +26,51 @@ class Stack:
         self.attached = False
 
     @host_edit
-    def attach(self, accelerators: Sequence[Accelerator]) -> None:
-        """Attach in the given order. On any error everything done so far is undone and the error raised."""
+    def attach(self, accelerators: Sequence[Accelerator], kept: Sequence[Edit] = ()) -> None:
+        """Attach in the given order. On any error everything done so far is undone and the error raised.
+
+        `kept` are the edits of the first accelerators, which are in force already (and stay so on an error).
+        """
+        self.edits = list(kept)
         try:
             for component in self.target.spec.denoisers:
                 module = getattr(self.target.pipe, component, None)
                 if module is not None:
                     self.modules[component] = module
                     root = install_root(module, component, self.owner)
-                    root.undo_all = self.undo
+                    root.undo_all = functools.partial(self.undo, orphaned=True)
                     self.site.roots[component] = root
-            for accelerator in accelerators:
+            for accelerator in accelerators[len(kept) :]:
                 self.edits.append(accelerator.attach(self.target, self.site))
             for module in self.modules.values():
                 invalidate(module)
             self.attached = True
         except BaseException:
-            self.undo()
+            self.undo(keep=len(kept))
             raise
 
     @host_edit
-    def undo(self) -> None:
-        """Undo every edit, last first; each is tried even if another fails, and a failure is raised."""
+    def undo(self, keep: int = 0, orphaned: bool = False) -> list[Edit]:
+        """Undo every edit, last first; each is tried even if another fails, and a failure is raised.
+
+        The first `keep` edits stay in force and are returned, for the next stack. An edit that cannot be undone is a
+        refusal, with nothing changed; where the pipeline is gone (`orphaned`) it just stays.
+        """
+        fixed = [edit for edit in self.edits[keep:] if edit.no_undo]
+        if fixed and not orphaned:
+            raise IncompatibleError("; ".join(f"{edit.name} cannot be undone: {edit.no_undo}" for edit in fixed))
+        kept = self.edits[:keep]
         with contextlib.ExitStack() as undos:
             for root in self.site.roots.values():
                 if root.link is not None:
                     undos.callback(root.link.remove)
-            for edit in self.edits:
-                undos.callback(edit.undo)
+            for edit in self.edits[keep:]:
+                if not edit.no_undo:
+                    undos.callback(edit.undo)
         for module in self.modules.values():
             invalidate(module)
         self.edits, self.site, self.modules, self.attached = [], Site(), {}, False
+        return kept
 
     def current(self) -> bool:
         """Are the pipeline's denoisers still the ones the edits are on?"""

@@ -83,6 +83,7 @@ class ModelSpec:
         modulated: (first block, its args, its kwargs) -> its input after the modulated norm, [B, T, C].
         vae: kind of the decoder ("kl", "kl_causal_3d", "dc").
         token_layout: order of the tokens a block sees, for attention masks.
+        frame_sink: whether all tokens attend to the first frame, where a sparse method leaves that to the family.
     """
 
     family: str
@@ -106,6 +107,7 @@ class ModelSpec:
     modulated: Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], torch.Tensor] | None = None
     vae: str = "kl"
     token_layout: str = ""
+    frame_sink: bool = False
 
     def branch_name(self, pipe: Any, call: int) -> str:
         """Name of the `call`-th denoiser call of a step, for pipelines that open no cache context."""

@@ -15,6 +15,7 @@ CARD = ModelSpec(
     guidance=TWO_CALLS,
     vae="kl_causal_3d",
     token_layout="frames, rows, columns",
+    frame_sink=True,
     layout="BCFHW",
     time_embedding=sights.time_wan,
 )

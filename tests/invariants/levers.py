@@ -13,7 +13,8 @@ from tests import tiny
 
 LEVERS = ("cache", "attention", "guidance", "both", "attach")
 CACHES = tiny.TRANSFORMERS  # families on which the first-block cache acts
-ATTENTION = ("flux", "wan")  # families whose processors obey an attention backend
+ATTENTION = tiny.FAMILIES  # families whose attention can be given to another backend
+DISPATCHED = ("flux", "wan")  # families whose processors obey diffusers' own set_attention_backend
 GUIDANCE = ("wan", "wan22", "wan_v2v", "sd3", "sdxl")  # families whose standard call has a second guidance branch
 CACHE_ITEM = "cache.first_block"
 BACKEND = "flex"  # a backend whose results differ from the default's in their last bits

@@ -19,6 +19,7 @@ from .levers import (
     ATTENTION,
     BACKEND,
     CACHES,
+    DISPATCHED,
     LEVERS,
     THRESHOLD,
     Stop,
@@ -130,7 +131,7 @@ def test_verbs_undo_each_other(family: str) -> None:
     fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
-@pytest.mark.parametrize("family", ATTENTION)
+@pytest.mark.parametrize("family", DISPATCHED)
 def test_the_users_attention_backend_survives(family: str) -> None:
     """A backend set on the model before (which moves the process-wide default too) is there afterwards."""
     pipe = tiny.build(family)

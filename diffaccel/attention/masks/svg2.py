@@ -1,0 +1,164 @@
+"""Sparse VideoGen 2 (semantic-aware permutation): tokens that point the same way are put together, and a cluster of
+queries sees the clusters of keys that hold most of its attention.
+
+Yang et al., "Sparse VideoGen2: Accelerate Video Generation with Sparse Attention via Semantic-Aware Permutation"
+(2025). Per head: k-means of the queries and of the keys; P_ij = softmax over j of c_q,i . c_k,j / sqrt(D), weighted
+by the size of cluster j; of every row the largest P are kept until they sum to more than top_p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..geometry import Geometry
+from ..plan import BlockPlan, HeadPlans
+from .layout import BLOCK, around_text, video_share, video_start
+
+CHUNK_BYTES = 2**28  # of distances held at once
+
+
+@dataclass(frozen=True)
+class Centroids:
+    """Of queries [n, Cq, D] and keys [n, Ck, D], float32; n heads (batch x heads). A warm start for the next call."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
+def assign(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """[n, N] int64: the nearest centroid (Euclidean, the first of equals) of x [n, N, D], centroids [n, C, D]."""
+    half = centroids.square().sum(-1)[:, None] / 2
+    step = max(1, CHUNK_BYTES // (4 * centroids.shape[0] * centroids.shape[1]))
+    turned = centroids.transpose(1, 2)
+    return torch.cat([(part @ turned - half).argmax(-1) for part in x.split(step, 1)], 1)
+
+
+def means(x: torch.Tensor, labels: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean of every cluster [n, C, D], sizes [n, C] int64); an empty cluster stays where it was."""
+    sizes = torch.zeros(centroids.shape[:2], dtype=torch.int64, device=x.device)
+    sizes.scatter_add_(1, labels, torch.ones_like(labels))
+    sums = torch.zeros_like(centroids).scatter_add_(1, labels[..., None].expand_as(x), x)
+    return torch.where(sizes[..., None] > 0, sums / sizes.clamp(min=1)[..., None], centroids), sizes
+
+
+def kmeans(
+    x: torch.Tensor, clusters: int, iterations: int, *, start: torch.Tensor | None = None, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lloyd's k-means of every head on its own: (labels [n, N], centroids [n, C, D], sizes [n, C]).
+
+    Args:
+        x: [n, N, D]; computed in float32.
+        start: [n, C, D] centroids to start from; None: distinct tokens drawn with `seed`.
+        iterations: at most so many; it ends sooner where no label changes.
+    """
+    x = x.float()
+    if start is None:
+        drawn = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(seed))[:clusters]
+        start = x[:, drawn.to(x.device)]
+    centroids, labels = start, assign(x, start)
+    for _ in range(iterations - 1):
+        centroids, _ = means(x, labels, centroids)
+        before, labels = labels, assign(x, centroids)
+        if torch.equal(before, labels):
+            break
+    centroids, sizes = means(x, labels, centroids)
+    return labels, centroids, sizes
+
+
+def probabilities(q: torch.Tensor, k: torch.Tensor, sizes: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    """[n, Cq, Ck]: attention between centroids q [n, Cq, D] and k [n, Ck, D], weighted by `sizes` [n, Ck] of k."""
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return (scores + sizes.to(scores).log()[:, None]).softmax(-1)
+
+
+def top_map(
+    weights: torch.Tensor,
+    top_p: float,
+    *,
+    min_kc_ratio: float = 0.0,
+    sizes: torch.Tensor | None = None,
+    density: float | None = None,
+) -> torch.Tensor:
+    """[n, Cq, Ck] boolean: of every row the largest weights, up to and with the one that brings the sum over top_p.
+
+    Args:
+        weights: [n, Cq, Ck], rows sum to 1.
+        min_kc_ratio: at least floor(ratio * Ck) clusters a row.
+        density: at most this share of the keys a row (by `sizes` [n, Ck]), though never less than one cluster.
+    """
+    ranked, order = weights.sort(dim=-1, descending=True, stable=True)
+    kept = ranked.cumsum(-1) - ranked <= top_p
+    kept[..., 0] = True
+    kept[..., : int(min_kc_ratio * weights.shape[-1])] = True
+    if density is not None and sizes is not None:
+        share = sizes[:, None].expand_as(order).gather(-1, order).cumsum(-1) / sizes.sum(-1)[:, None, None]
+        within = share <= density
+        within[..., 0] = True
+        kept &= within
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
+
+
+def size_weighted_density(kept: torch.Tensor, q_sizes: torch.Tensor, k_sizes: torch.Tensor) -> torch.Tensor:
+    """[n]: kept pairs of tokens over all pairs."""
+    pairs = (kept.double() * q_sizes[:, :, None] * k_sizes[:, None]).sum((1, 2))
+    return pairs / (q_sizes.sum(1) * k_sizes.sum(1))
+
+
+def plans_of(
+    geometry: Geometry,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    clusters: tuple[int, int],
+    top_p: float,
+    min_kc_ratio: float = 0.1,
+    density: float | None = None,
+    iterations: int = 50,
+    warm: Centroids | None = None,
+    scale: float | None = None,
+    seed: int = 0,
+    block: int = BLOCK,
+) -> tuple[HeadPlans, Centroids]:
+    """A plan for every head from q, k [B, H, N, D], and centroids for the next call.
+
+    Args:
+        clusters: of queries and of keys (at most the video's tokens). Empty ones do not come into the plan.
+        warm: centroids of an earlier call of the same shape; None: drawn with `seed`.
+        block: tokens of a text block; text is not clustered, and dense.
+    """
+    start = video_start(geometry)
+    video = slice(start, start + geometry.video)
+    sides = [x[:, :, video].flatten(0, 1) for x in (q, k)]
+    starts = (warm.queries, warm.keys) if warm is not None else (None, None)
+    (q_labels, q_mean, q_sizes), (k_labels, k_mean, k_sizes) = (
+        kmeans(x, min(c, geometry.video), iterations, start=s, seed=seed)
+        for x, c, s in zip(sides, clusters, starts, strict=True)
+    )
+    allowed = None if density is None else video_share(geometry, density)
+    weights = probabilities(q_mean, k_mean, k_sizes, scale)
+    kept = top_map(weights, top_p, min_kc_ratio=min_kc_ratio, sizes=k_sizes, density=allowed).cpu()
+    orders = q_labels.argsort(dim=1, stable=True).cpu(), k_labels.argsort(dim=1, stable=True).cpu()
+    q_sizes, k_sizes = q_sizes.cpu(), k_sizes.cpu()
+    plans = tuple(
+        _head_plan(geometry, kept[n], (orders[0][n], orders[1][n]), (q_sizes[n], k_sizes[n]), block)
+        for n in range(len(kept))
+    )
+    return HeadPlans(plans, torch.arange(len(plans)).view(q.shape[:2])), Centroids(q_mean, k_mean)
+
+
+def _head_plan(
+    geometry: Geometry,
+    kept: torch.Tensor,
+    orders: tuple[torch.Tensor, torch.Tensor],
+    sizes: tuple[torch.Tensor, torch.Tensor],
+    block: int,
+) -> BlockPlan:
+    """One head's plan; clusters without a token left out."""
+    rows, columns = sizes[0] > 0, sizes[1] > 0
+    queries, q_video = around_text(geometry, sizes[0][rows], orders[0], block)
+    keys, k_video = around_text(geometry, sizes[1][columns], orders[1], block)
+    whole = torch.ones(queries.count, keys.count, dtype=torch.bool)
+    whole[q_video, k_video] = kept[rows][:, columns]
+    return BlockPlan.of_mask(whole, queries, keys)
