@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
 from .core import snapshot as snapshots
+from .core.accelerator import Edit
 from .core.clock import unwatch
 from .core.report import RunReport
 from .core.run import Run, running, suspended
@@ -23,6 +25,7 @@ from .errors import DiffaccelError, IncompatibleError
 from .models.registry import lookup
 from .planner.plan import Plan, PlanItem
 from .planner.resolve import Decision, resolve
+from .quantization.lora import Loras
 
 CALLBACK_OBJECTS = (MultiPipelineCallbacks, PipelineCallback)
 HANDLE = "_diffaccel"  # instance attribute of an accelerated pipeline
@@ -81,6 +84,11 @@ class Acceleration:
     def wishes(self) -> dict[str, Any]:
         """What was asked for: the override values behind the plan."""
         return dict(self._decision.wishes)
+
+    @property
+    def loras(self) -> Loras:
+        """The LoRAs of this pipeline: `.load(source, name, strength)`, `.set({name: strength})`, `.unload(name)`."""
+        return Loras(self)
 
     def restore(self) -> Any:
         """Undo everything; returns the pipeline. See `diffaccel.restore`."""
@@ -167,20 +175,27 @@ class Acceleration:
         """
         with self.idle("accelerate"):
             old = self._decision if self.stack.attached else None
-            self.stack.undo()
+            kept = self.stack.undo(keep=self._lasting(decision))
             try:
-                self._put(decision)
+                self._put(decision, kept)
             except BaseException:
                 if old is not None:
-                    self._put(old)
+                    self._put(old, kept)
                 raise
             if note is not None:
                 decision = decision._replace(plan=replace(decision.plan, notes=(*decision.plan.notes, note)))
             self._decision, self.report = decision, None
 
-    def _put(self, decision: Decision) -> None:
+    def _lasting(self, decision: Decision) -> int:
+        """How many edits, from the first, another decision leaves as they are: durable, and of equal configs."""
+        if not (self.stack.attached and self.stack.current()):
+            return 0
+        pairs = zip(self._decision.accelerators, decision.accelerators, self.stack.edits, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda p: p[2].durable and p[0] == p[1], pairs))
+
+    def _put(self, decision: Decision, kept: Sequence[Edit] = ()) -> None:
         self.stack = Stack(decision.target, self)
-        self.stack.attach(decision.accelerators)
+        self.stack.attach(decision.accelerators, kept)
 
     def decide_again(self, wishes: dict[str, Any]) -> Decision:
         """A decision for other wishes, on the same machine and within the same budget."""

@@ -51,11 +51,12 @@ PLACES: dict[str, Place] = {
             Slot.WEIGHT,
             1,
             ("fp8", "int8", "svdquant"),
-            ready=("fp8", "int8"),
+            ready=("fp8", "int8", "svdquant"),
             prefixes=("quantization_",),
         ),
+        Place("lora", Slot.WEIGHT, 2, (True, False), ready=(True, False), prefixes=("lora_",)),
         Place("compile", Slot.MODULE, 0, (True, False), ready=(True, False), prefixes=("compile_",)),
-        Place("offload", Slot.MODULE, 1, ("stage", "layerwise"), ready=("stage",), prefixes=("offload_",)),
+        Place("offload", Slot.MODULE, 1, ("stage", "layerwise"), ready=("stage", "layerwise"), prefixes=("offload_",)),
         Place(
             "vae_tiling", Slot.MODULE, 2, ("exact", "blended"), ready=("exact", "blended"), prefixes=("vae_tiling_",)
         ),

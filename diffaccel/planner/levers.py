@@ -46,6 +46,7 @@ LEVERS: Mapping[str, Mapping[str, Lever]] = {
     "cache": {name: CacheMethod("caching.methods", name) for name in CACHES},
     "compile": {"True": Lever("compilation.regional", "RegionalCompile")},
     "guidance": {"reuse": Lever("guidance.reuse", "GuidanceReuse")},
+    "lora": {"True": Lever("quantization.lora", "Lora")},
     "offload": {
         "layerwise": Lever("memory.layerwise", "LayerwiseOffload"),
         "stage": Lever("memory.placement", "StageOffload"),

@@ -1,0 +1,257 @@
+"""One manager of LoRAs for an accelerated pipeline: `pipe.acceleration.loras`.
+
+Strengths are absolute (set twice is set once), unloading gives the bits back, and the order of the calls does not
+matter: adapters always lie on top of the weights as they are after quantization and below compile and offload, and
+are put on anew whenever one of these changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
+from ..core.compat import host_edit, unwrap_module
+from ..errors import IncompatibleError, InvalidOptionError, unknown
+from .lora_files import Pair, Weights, read
+from .lora_layers import put_on
+
+if TYPE_CHECKING:
+    from ..acceleration import Acceleration
+
+
+FOREIGN = "has LoRAs that were loaded by diffusers: pipe.unload_lora_weights() first, then load them here"
+
+
+def foreign(module: torch.nn.Module) -> bool:
+    """Did diffusers or peft put adapters on this model?"""
+    return bool(getattr(unwrap_module(module), "peft_config", None))
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """One loaded LoRA: its pairs per layer, and the strength it is applied with."""
+
+    name: str
+    weights: Weights = field(repr=False)
+    strength: float = 1.0
+    merge: bool = False
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What one adapter does to one layer. `how`: "branch", "low-rank branch" (of a 4-bit layer) or "merged"."""
+
+    component: str
+    layer: str
+    adapter: str
+    rank: int
+    strength: float
+    how: str
+
+
+@dataclass
+class LoraEdit(Edit):
+    """An edit that remembers what it applied."""
+
+    applied: tuple[Applied, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The lever behind the manager.
+
+    Attributes:
+        adapters: what is loaded, in order; one of strength 0 changes nothing, bit by bit.
+    """
+
+    adapters: tuple[Adapter, ...] = ()
+
+    name: ClassVar[str] = "lora"
+    slot: ClassVar[Slot] = Slot.WEIGHT
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT  # the picture that was asked for
+
+    def params(self) -> dict[str, Any]:
+        """For the plan."""
+        return {"adapters": self.adapters}
+
+    def check(self, target: Target) -> Verdict:
+        """Needs layers that nobody else has put an adapter on."""
+        for component in {name for adapter in self.adapters for name in adapter.weights}:
+            module = getattr(target.pipe, component, None)
+            if module is None:
+                return Verdict.no(f"the pipeline has no {component}", InvalidOptionError)
+            if foreign(module):
+                return Verdict.refuse(f"{component} {FOREIGN}", IncompatibleError)
+        said = ", ".join(f"{adapter.name} at {adapter.strength:g}" for adapter in self.adapters)
+        return Verdict.yes(said or "nothing loaded")
+
+    def predict(self, target: Target) -> Mapping[str, Any]:
+        """Nothing is promised."""
+        return {"origin": "unmeasured"}
+
+    @host_edit
+    def attach(self, target: Target, site: Site) -> Edit:
+        """Let every adapter act on its layers."""
+        undos: list[Any] = []
+        applied: list[Applied] = []
+
+        def undo() -> None:
+            while undos:
+                undos.pop()()
+
+        try:
+            for component, layer, loaded, merge in self._layers():
+                module = unwrap_module(getattr(target.pipe, component))
+                dtype = getattr(module, "dtype", torch.float32)
+                how, back = put_on(module.get_submodule(layer), loaded, dtype, merge)
+                undos.append(back)
+                applied += [Applied(component, layer, name, pair.rank, s, how) for name, pair, s in loaded]
+        except BaseException:
+            undo()
+            raise
+        return LoraEdit(self.name, undo, stats=lambda run: {"layers": len(undos)}, applied=tuple(applied))
+
+    def _layers(self) -> list[tuple[str, str, list[tuple[str, Pair, float]], bool]]:
+        """(component, layer, its adapters, whether all of them may be merged), each layer once."""
+        found: dict[tuple[str, str], list[tuple[str, Pair, float]]] = {}
+        merged: dict[tuple[str, str], bool] = {}
+        for adapter in self.adapters:
+            if adapter.strength == 0:
+                continue
+            for component, pairs in adapter.weights.items():
+                for layer, pair in pairs.items():
+                    key = component, layer
+                    found.setdefault(key, []).append((adapter.name, pair, adapter.strength))
+                    merged[key] = merged.get(key, True) and adapter.merge
+        return [(*key, loaded, merged[key]) for key, loaded in found.items()]
+
+
+class Loras:
+    """The LoRAs of one accelerated pipeline."""
+
+    def __init__(self, handle: Acceleration) -> None:
+        self._handle = handle
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """What is loaded, in order."""
+        found: tuple[Adapter, ...] = self._handle.wishes.get("lora_adapters", ())
+        return found
+
+    @property
+    def strengths(self) -> dict[str, float]:
+        """Name -> strength."""
+        return {adapter.name: adapter.strength for adapter in self.adapters}
+
+    @property
+    def report(self) -> tuple[Applied, ...]:
+        """What was applied, layer by layer."""
+        for edit in self._handle.stack.edits:
+            if isinstance(edit, LoraEdit):
+                return edit.applied
+        return ()
+
+    def load(
+        self,
+        source: Any,
+        name: str | None = None,
+        strength: float = 1.0,
+        *,
+        layers: str | Sequence[str] | None = None,
+        component: str | None = None,
+        merge: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Load an adapter and apply it; returns the pipeline.
+
+        Args:
+            source: a file, a folder, a hub name or a state dict, in any format `pipe.load_lora_weights` reads.
+            name: to set or unload it by; "lora_0", "lora_1", ... where none is given.
+            strength: absolute; 0 keeps it loaded without effect.
+            layers: patterns ("*.attn1.*") of the layers to apply it to; all of the file's where None.
+            component: put the denoiser's layers into this component ("transformer_2" of Wan 2.2).
+            merge: add it to weights of 16 bits or more, which costs no time per step and a second copy of these
+                weights; layers in 8 or 4 bits keep a branch.
+            **options: those of `pipe.load_lora_weights` (weight_name, subfolder, ...).
+
+        Raises:
+            InvalidOptionError: the name is taken, a key fits no layer or not its shape (all are listed), a pattern
+                matches nothing. Nothing is applied then.
+            UnsupportedModelError: the pipeline has no LoRA loader.
+            IncompatibleError: diffusers' own LoRAs are loaded, or a run is in progress.
+        """
+        name = name if name is not None else _free(self.strengths)
+        if name in self.strengths:
+            raise InvalidOptionError(f"name={name!r}: a LoRA of this name is loaded; unload it or choose another name")
+        if not isinstance(merge, bool):
+            raise InvalidOptionError(f"merge={merge!r}: must be True or False")
+        for component_name, module in self._handle.pipe.components.items():
+            if isinstance(module, torch.nn.Module) and foreign(module):
+                raise IncompatibleError(f"lora: {component_name} {FOREIGN}")
+        weights: Weights = read(self._handle.pipe, source, component, **options)
+        if layers is not None:
+            weights = _chosen(weights, [layers] if isinstance(layers, str) else list(layers))
+        return self._adopt((*self.adapters, Adapter(name, weights, _strength(strength), merge)))
+
+    def set(self, strengths: Mapping[str, float]) -> Any:
+        """Set (not add to) strengths by name; adapters that are not named stay as they are. Returns the pipeline."""
+        for name in strengths:
+            if name not in self.strengths:
+                raise unknown("LoRA", name, self.strengths)
+        changed = {name: _strength(value) for name, value in strengths.items()}
+        return self._adopt(tuple(replace(a, strength=changed.get(a.name, a.strength)) for a in self.adapters))
+
+    def unload(self, name: str | None = None) -> Any:
+        """Take one adapter off, or all; the weights are what they were, bit by bit. Returns the pipeline."""
+        if name is not None and name not in self.strengths:
+            raise unknown("LoRA", name, self.strengths)
+        return self._adopt(tuple(a for a in self.adapters if name is not None and a.name != name))
+
+    def _adopt(self, adapters: tuple[Adapter, ...]) -> Any:
+        handle = self._handle
+        wishes = {key: value for key, value in handle.wishes.items() if key not in ("lora", "lora_adapters")}
+        if adapters:
+            verdict = Lora(adapters).check(handle.stack.target)
+            if not verdict.ok:
+                raise verdict.error(f"lora: {verdict.reason}")
+            wishes |= {"lora": True, "lora_adapters": adapters}
+        handle.adopt(handle.decide_again(wishes))
+        return handle.pipe
+
+    def __repr__(self) -> str:
+        return f"Loras({self.strengths})"
+
+
+def _free(taken: Mapping[str, float]) -> str:
+    return next(f"lora_{i}" for i in range(len(taken) + 1) if f"lora_{i}" not in taken)
+
+
+def _strength(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidOptionError(f"strength={value!r}: must be a finite number")
+    return float(value)
+
+
+def _chosen(weights: Weights, patterns: Sequence[str]) -> dict[str, dict[str, Pair]]:
+    names = [f"{component}.{layer}" for component, pairs in weights.items() for layer in pairs]
+
+    def matches(component: str, layer: str, pattern: str) -> bool:
+        return fnmatchcase(layer, pattern) or fnmatchcase(f"{component}.{layer}", pattern)
+
+    for pattern in patterns:
+        if not any(matches(*name.split(".", 1), pattern) for name in names):  # type: ignore[call-arg]
+            raise InvalidOptionError(
+                f"layers={pattern!r} matches none of the LoRA's {len(names)} layers ({names[0]}, ...)"
+            )
+    return {
+        component: {
+            layer: pair for layer, pair in pairs.items() if any(matches(component, layer, p) for p in patterns)
+        }
+        for component, pairs in weights.items()
+    }
