@@ -21,7 +21,8 @@ class Inputs:
         mask: broadcastable to [B, H, Nq, Nk] (boolean: True attends; else added to the scores), or None.
         scale: factor of the scores; None is 1 / sqrt(D).
         causal, gqa: as in PyTorch's scaled_dot_product_attention.
-        lse: whether the answer is (output, log-sum-exp [B, H, Nq] in float32, natural logarithm).
+        lse: whether the answer is (output, log-sum-exp [B, H, Nq] in float32, natural logarithm). The pipelines of
+            this version never ask; `with_lse` gives it to a handler that joins parts of a sequence.
     """
 
     q: torch.Tensor
@@ -60,7 +61,7 @@ Handler = Callable[[Where, Inputs, Callable[[], Any]], Any]
 
 
 def with_lse(inputs: Inputs, output: torch.Tensor, rows: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, log-sum-exp [B, H, Nq] float32) for attention that was computed without it; scores in slices of rows."""
+    """(output, log-sum-exp [B, H, Nq] float32) where attention was computed without; scores in slices of rows."""
     q, k = inputs.q.transpose(1, 2).float(), inputs.k.transpose(1, 2).float()
     if k.shape[1] != q.shape[1]:
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)

@@ -6,7 +6,7 @@ does nothing on models that call SDPA themselves; here each call is handed to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,8 +15,7 @@ import torch
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import attention_backends, dispatch_attention, unwrap_module
 from ..core.run import Run
-from ..errors import InvalidOptionError, MissingDependencyError, UnsupportedModelError, unknown
-from ..ledger.hardware import detect
+from ..errors import InvalidOptionError, MissingDependencyError, unknown
 from .backends import AUTO, BACKENDS, Backend, unfit, unfit_call
 from .calls import Counts, Inputs, Where
 from .lever import attach_handler, interceptable

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import InvalidOptionError, nearest, unknown
 from .geometry import Geometry
+from .masks.layout import BLOCK
 from .method_parts import Method, Recommended
 from .methods_dynamic import SparseVideoGen, SparseVideoGen2, TopBlocks
 from .methods_static import Radial, SlidingTile
@@ -50,6 +51,20 @@ def make(name: str, **options: Any) -> Method:
     return method
 
 
+RADIAL_LEAST = 0.25  # "auto" takes radial attention where it can go down to this density
+
+
 def choose(geometry: Geometry) -> tuple[str, str]:
-    """(name of a static method for this geometry, why), for method="auto"."""
-    return "sta", "TODO"
+    """(name of a method for this geometry, why), for method="auto": one that is made once and costs nothing then.
+
+    Radial attention keeps neighbouring frames and the sink whole and a band of a block's width elsewhere: with many
+    frames that is little. Where it is not, sliding tiles, which reach any density.
+    """
+    f, sink = geometry.frames, geometry.frames if geometry.frame_sink else 0
+    near = 3 * f - 2
+    band = min(1.0, 2 * BLOCK / geometry.frame)
+    least = min(1.0, (near + sink + band * (f * f - near - sink)) / f**2)
+    size = f"{f} frames of {geometry.rows} x {geometry.columns}"
+    if f > 1 and least <= RADIAL_LEAST:
+        return "radial", f"{size}: bands that narrow with distance can go down to a density of {least:.2f}"
+    return "sta", f"{size}: radial attention would keep at least {least:.2f} of all pairs; tiles reach any density"

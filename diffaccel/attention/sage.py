@@ -17,13 +17,14 @@ from ..core.compat import unwrap_module
 from ..core.run import Run
 from ..errors import InvalidOptionError, MissingDependencyError, unknown
 from .backends import ALL, SAGE, Backend, unfit, unfit_call
-from .calls import Counts, Inputs, Where
+from .calls import Counts, Inputs, Where, with_lse
 from .choice import _head_dim
 from .lever import attach_handler, interceptable
 from .padding import PaddingReader
 from .rebind import form, processors
 from .sage_variants import ALWAYS_SMOOTH, attend, load
 
+WAITING = ("cuda",)  # devices that run behind the host: a look at their results waits for them
 AUTO = ("2", "1", "triton")  # best first; a call that one of them cannot serve goes to the next
 NAME = "attention.sage"
 MASKED = "its mask hides more than padding at the end"
@@ -31,7 +32,7 @@ NOT_FINITE = "8-bit attention gave numbers that are not finite"
 ZEROS = "8-bit attention gave rows of zeros"
 ON_CPU = (
     "8-bit attention gains nothing on a CPU: PyTorch has no fused 8-bit attention there, and the computation in "
-    "single operations takes several times as long as plain attention (variant='reference' runs it all the same)"
+    "single operations takes about twice as long as plain attention (variant='reference' runs it all the same)"
 )
 
 
@@ -166,7 +167,7 @@ class _Handler:
         late = {key: ok for key, ok in state["seen"].items() if ok is not None}
         broken = [key[1] for key, fine in zip(late, _read(late.values()), strict=True) if not fine]
         if broken:
-            _say(run, f"{NAME}: {NOT_FINITE} after the first step at {', '.join(broken)}; the result may be spoiled. "
+            _say(run, f"{NAME}: {NOT_FINITE} after the first look at {', '.join(broken)}; the result may be spoiled. "
                       "guard='every' looks at each result and computes those layers plainly")  # fmt: skip
         return {**state["counts"].stats(), "layers_off": sorted(name for _, name in state["off"])}
 
@@ -176,59 +177,64 @@ class _Handler:
         counts: Counts = state["counts"]
         if where.cross or where.layer < 0:
             counts.add("other")
-            return plain()
+            return _plainly(inputs, plain)
         key = (where.call.component, where.name)
-        reason: str | None = state["off"].get(key)
-        valid = None
-        if reason is None:
-            valid = self.padding.read(inputs.mask, inputs.q.shape[0], inputs.q.shape[1], inputs.k.shape[1])
-            reason = MASKED if valid is None else None
-        if reason is None:
-            assert valid is not None
-            backend, kernel, reason = self._pick(inputs, valid)
-        if reason is not None:
-            counts.fall_back(where, NAME, reason)
-            return plain()
-        found = attend(backend.name, kernel, inputs, valid, self.lever.smooth_k)
-        reason = self._look(state["seen"], key, found[0] if inputs.lse else found)
-        if reason is not None:
-            state["off"][key] = f"{reason} in this layer"
-            _say(where.call.run, f"{NAME}: {reason} at {where.name}; that layer is computed plainly from here on")
+        choice = state["off"].get(key) or self._choose(inputs)
+        if isinstance(choice, str):
+            counts.fall_back(where, NAME, choice)
+            return _plainly(inputs, plain)
+        name, kernel, valid = choice
+        found = attend(name, kernel, inputs, valid, self.lever.smooth_k)
+        output = found[0] if inputs.lse else found
+        if inputs.mask is not None and inputs.mask.shape[2] > 1:  # padded queries see no key, and nobody reads them
+            output = output[:, : min(valid)]
+        wrong = self._look(state["seen"], key, output)
+        if wrong is not None:
+            state["off"][key] = f"{wrong} in this layer"
+            _say(where.call.run, f"{NAME}: {wrong} at {where.name}; that layer is computed plainly from here on")
             counts.fall_back(where, NAME, state["off"][key])
-            return plain()
-        counts.add(backend.name)
+            return _plainly(inputs, plain)
+        counts.add(name)
         return found
 
-    def _pick(self, inputs: Inputs, valid: tuple[int, ...]) -> tuple[Backend, Any, str | None]:
-        """The first variant that takes the call, or the last one with the reason why it does not."""
-        q, (batch, _, heads, dim) = inputs.q, inputs.k.shape
-        rows = inputs.lse and inputs.mask is not None and inputs.mask.shape[2] > 1
-        if min(valid) == 0 or rows or (inputs.causal and inputs.mask is not None):
-            return *self.kernels[0], "no keys are left, or a mask goes with causal attention or the log-sum-exp"
-        first: str | None = None
+    def _choose(self, inputs: Inputs) -> tuple[str, Any, tuple[int, ...]] | str:
+        """(variant, kernel, valid keys of each sample) of the first variant that takes the call, or why none does."""
+        q, mask, (batch, keys, heads, dim) = inputs.q, inputs.mask, inputs.k.shape
+        valid = self.padding.read(mask, batch, q.shape[1], keys)
+        if valid is None:
+            return MASKED
+        if min(valid) == 0:
+            return "its mask hides all keys of a sample"
+        if mask is not None and (inputs.causal or (inputs.lse and mask.shape[2] > 1)):
+            return "it has a mask beside causal attention, or for a log-sum-exp of padded queries"
+        reasons = []
         for backend, kernel in self.kernels:
-            reasons = (
+            answers = (
                 unfit_call(backend, q.shape, (batch, n, heads, dim), q.dtype, q.device.type, False, inputs.causal,
                            inputs.gqa, inputs.lse, inputs.scale)
                 for n in sorted(set(valid))
             )  # fmt: skip
-            reason = next((r for r in reasons if r is not None), None)
+            reason = next((answer for answer in answers if answer is not None), None)
             if reason is None:
-                return backend, kernel, None
-            first = first or reason
-        return *self.kernels[0], first
+                return backend.name, kernel, valid
+            reasons.append(reason)
+        return reasons[0]
 
     def _look(self, seen: dict[tuple[str, str], Any], key: tuple[str, str], output: torch.Tensor) -> str | None:
         """What is wrong with a result, or None; a later one on a GPU is only marked, to be read at the run's end."""
         if not self.lever.guard:
             return None
-        if key in seen and output.device.type != "cpu" and self.lever.guard != "every":
+        if key in seen and output.device.type in WAITING and self.lever.guard != "every":
             fine = torch.isfinite(output.sum(dtype=torch.float32))
             seen[key] = fine if seen[key] is None else fine & seen[key]
             return None
         seen.setdefault(key, None)
         finite, zero = torch.stack([torch.isfinite(output).all(), (output == 0).all(-1).any()]).tolist()
         return NOT_FINITE if not finite else ZEROS if zero else None
+
+
+def _plainly(inputs: Inputs, plain: Callable[[], Any]) -> Any:
+    return with_lse(inputs, plain()) if inputs.lse else plain()
 
 
 def _read(flags: Iterable[torch.Tensor]) -> list[bool]:

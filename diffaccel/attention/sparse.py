@@ -243,7 +243,7 @@ class _Handler:
         plans = self._plan(where, geometry, q[:, :, :valid], k[:, :, :valid], rows, state)
         if plans is None:
             return None
-        state["density"].append(plans.density)
+        self._book(where, plans.density, state)
         output = self.kernel.run(q[:, :, :valid], k[:, :, :valid], v[:, :, :valid], plans, scale=inputs.scale)
         if valid == q.shape[2]:
             return output
@@ -255,6 +255,15 @@ class _Handler:
             mask = mask[:, :, valid:]
         padded = F.scaled_dot_product_attention(q[:, :, valid:], k, v, mask, scale=inputs.scale)
         return torch.cat([output, padded], dim=2)
+
+    def _book(self, where: Where, density: float, state: dict[str, Any]) -> None:
+        state["density"].append(density)
+        asked = self.lever.density
+        if asked is not None and density > 1.1 * asked:
+            where.call.run.note(
+                f"{self.lever.name} keeps {density:.2f} of all pairs where density={asked:g} was asked for: this size "
+                "and method allow no less"
+            )
 
     # ---- plans -----------------------------------------------------------------------------------------
 
@@ -281,8 +290,8 @@ class _Handler:
             found = HeadPlans((found,))
         if found is not None and not isinstance(found, HeadPlans):
             raise InvalidOptionError(
-                f"{self.lever.name}: the method returned {type(found).__name__}; a HeadPlans, a BlockPlan or None (dense) "
-                "is wanted"
+                f"{self.lever.name}: the method returned {type(found).__name__}; a HeadPlans, a BlockPlan or None "
+                "(dense) is wanted"
             )
         return found
 

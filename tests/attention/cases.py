@@ -10,7 +10,10 @@ from diffaccel.attention.plan import BlockPlan, Blocks, HeadPlans
 
 
 def tensors(
-    shape: tuple[int, ...] = (1, 2, 200, 64), dtype: torch.dtype = torch.float32, keys: int | None = None, seed: int = 0
+    shape: tuple[int, ...] = (1, 2, 200, 64),
+    dtype: torch.dtype = torch.float32,
+    keys: int | None = None,
+    seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v [B, H, N, D] of normal numbers; `keys` where their number differs."""
     generator = torch.Generator().manual_seed(seed)

@@ -96,28 +96,30 @@ def _ordered(x: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
 
 
 def _one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: BlockPlan, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: BlockPlan,
+    scale: float | None,
+    want_lse: bool,
+    compiled: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Heads [n, N, D] that share a plan."""
     module: Any = importlib.import_module("torch.nn.attention.flex_attention")
-    run = _compiled() if q.device.type == "cuda" else module.flex_attention
-    # PyTorch 2.9 renamed the request for the log-sum-exp.
-    wish = {"return_aux": module.AuxRequest(lse=True)} if hasattr(module, "AuxRequest") else {"return_lse": True}
+    run = _compiled() if compiled else module.flex_attention
+    wish: dict[str, Any] = {}
+    if want_lse:  # PyTorch 2.9 renamed the request
+        wish = {"return_aux": module.AuxRequest(lse=True)} if hasattr(module, "AuxRequest") else {"return_lse": True}
     q = _ordered(q, plan.queries.order)
     k, v = (_ordered(x, plan.keys.order) for x in (k, v))
-    out, aux = run(
-        q[None].contiguous(),
-        k[None].contiguous(),
-        v[None].contiguous(),
-        block_mask=block_mask(plan, q.device),
-        scale=scale,
-        **wish,
-    )
-    out, lse = out[0], getattr(aux, "lse", aux)[0]
+    batched = (x[None].contiguous() for x in (q, k, v))
+    found = run(*batched, block_mask=block_mask(plan, q.device), scale=scale, **wish)
+    out = found[0][0] if want_lse else found[0]
+    lse = getattr(found[1], "lse", found[1])[0] if want_lse else None
     if plan.queries.order is None:
         return out, lse
     back = torch.argsort(plan.queries.order).to(q.device)
-    return out.index_select(1, back), lse.index_select(1, back)
+    return out.index_select(1, back), None if lse is None else lse.index_select(1, back)
 
 
 def block_sparse(
@@ -128,16 +130,18 @@ def block_sparse(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    compiled: bool | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over the kept blocks of `plans`; arguments and result as `kernels.triton_sparse.block_sparse`.
 
-    Compiled on CUDA (the first call with a shape compiles; not run on a GPU by us); uncompiled and only up to
-    EAGER_TOKENS on a CPU.
+    `compiled` of None compiles on CUDA (the first call with a shape compiles; not run on a GPU by us) and not on a CPU,
+    where compiling takes half a minute and cannot return the log-sum-exp.
 
     Raises:
         InvalidOptionError: where flex_attention cannot serve, with the reason.
     """
-    reason = lacks(q.device, q.shape[2])
+    compiled = q.device.type == "cuda" if compiled is None else compiled
+    reason = None if compiled else lacks(q.device, q.shape[2])
     if reason is not None:
         raise InvalidOptionError(reason)
     group = q.shape[1] // k.shape[1]
@@ -148,6 +152,10 @@ def block_sparse(
     for number, plan in enumerate(plans.plans):
         chosen = (assign == number).nonzero()[:, 0].to(q.device)
         if len(chosen):
-            out[chosen], lse[chosen] = _one(*(x[chosen] for x in heads), plan, scale)
+            q1, k1, v1 = (x[chosen] for x in heads)
+            own, sums = _one(q1, k1, v1, plan, scale, return_lse, compiled)
+            out[chosen] = own
+            if sums is not None:
+                lse[chosen] = sums
     out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
     return (out, lse) if return_lse else out

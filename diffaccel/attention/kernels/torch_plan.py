@@ -39,12 +39,14 @@ class Prepared:
     """What `block_sparse` needs of one plan.
 
     Attributes:
+        sizes: tokens of queries and of keys.
         full: every query sees every key.
         pieces: the work; together they cover all queries.
         q_order, q_back, k_order: token at each position, its inverse, and the same of the keys; None: as they come.
         most: keys of the largest piece that must be gathered.
     """
 
+    sizes: tuple[int, int]
     full: bool
     pieces: tuple[Piece, ...]
     q_order: torch.Tensor | None
@@ -90,8 +92,9 @@ def prepare(plan: BlockPlan, coarsen: int = 1) -> Prepared:
 def _prepare(plan: BlockPlan, coarsen: int) -> Prepared:
     rows, columns = plan.queries.count, plan.keys.count
     key_order = None if plan.keys.order is None else plan.keys.order.cpu()
+    sizes = plan.queries.tokens, plan.keys.tokens
     if len(plan.indices) == rows * columns:
-        return Prepared(True, (), None, None, None, 0)
+        return Prepared(sizes, True, (), None, None, None, 0)
     groups = _coarser(_groups(plan), coarsen)
     sequence = [row for group, _ in groups for row in group]
     order = _reordered(plan.queries, sequence)
@@ -107,7 +110,7 @@ def _prepare(plan: BlockPlan, coarsen: int) -> Prepared:
             most = max(most, keys if len(runs) > 1 else 0)
         position += size
     back = None if order is None else torch.empty_like(order).index_put_((order,), torch.arange(len(order)))
-    return Prepared(False, tuple(pieces), order, back, key_order, most)
+    return Prepared(sizes, False, tuple(pieces), order, back, key_order, most)
 
 
 def _groups(plan: BlockPlan) -> list[tuple[list[int], tuple[int, ...]]]:
@@ -209,8 +212,10 @@ def _fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: HeadPlans, co
     if q.ndim != 4 or k.shape != v.shape or (*k.shape[:2], k.shape[3]) != (*q.shape[:2], q.shape[3]):
         shapes = [list(x.shape) for x in (q, k, v)]
         raise InvalidOptionError(f"q, k and v must be [B, H, N, D] with the same B, H and D, not {shapes}")
+    if coarsen < 1:
+        raise InvalidOptionError(f"coarsen={coarsen}: it must be at least 1")
     for plan in plans.plans:
-        tokens, have = (plan.queries.tokens, plan.keys.tokens), (q.shape[2], k.shape[2])
+        tokens, have = prepare(plan, coarsen).sizes, (q.shape[2], k.shape[2])
         if tokens != have:
             raise InvalidOptionError(f"the plan is for {tokens} queries and keys, q and k have {have} tokens")
     if plans.assign is None and len(plans.plans) != 1:
@@ -218,8 +223,6 @@ def _fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: HeadPlans, co
     if plans.assign is not None and plans.assign.shape != q.shape[:2]:
         given, need = list(plans.assign.shape), list(q.shape[:2])
         raise InvalidOptionError(f"the assignment of heads is {given}, batch and heads are {need}")
-    if coarsen < 1:
-        raise InvalidOptionError(f"coarsen={coarsen}: it must be at least 1")
 
 
 def _one_plan(

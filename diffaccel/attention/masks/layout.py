@@ -79,6 +79,12 @@ def video_share(geometry: Geometry, density: float) -> float:
     return max(0.0, (density * n - (n - v)) / v)
 
 
+def density_of(kept: torch.Tensor, tokens: int, block: int) -> float:
+    """Kept pairs of tokens over all pairs, of a map over even blocks (as `BlockPlan.density`, without the plan)."""
+    lengths = Blocks.even(tokens, block).starts.diff().float()
+    return float((lengths @ kept.float()).double() @ lengths.double()) / tokens**2
+
+
 def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
     """The largest integer in [low, high] that fits, `fits` being true up to some point; `low` if none does."""
     while low < high:

@@ -17,11 +17,11 @@ import torch
 
 from ..geometry import Geometry
 from ..plan import BlockPlan, Blocks
-from .layout import BLOCK, dense_text, largest, video_start
+from .layout import BLOCK, dense_text, density_of, largest, video_start
 
 Shrink = Literal["any", "strict"]
 
-DECAY_STEPS = 32  # a doubling of the decay is searched in so many steps
+DECAY_STEPS = 16  # a doubling of the decay is searched in so many steps
 DECAYS = (-8 * DECAY_STEPS, 5 * DECAY_STEPS)  # 2^-8: every band at its least width; 2^5: every band a whole frame
 
 
@@ -59,20 +59,14 @@ def _pair(frame: int, block: int, begins: tuple[int, int], counts: tuple[int, in
 
 
 @lru_cache(maxsize=4096)
-def _pair_strict(
-    frame: int, block: int, begins: tuple[int, int], counts: tuple[int, int], band: int, last: int
-) -> torch.Tensor:
+def _pair_strict(frame: int, block: int, begins: tuple[int, int], counts: tuple[int, int], band: int) -> torch.Tensor:
     """The same by the reference's rule: a column of a block is high if more than a third of the block's rows are
-    set; the block is kept if more than 0.6 of its columns that are set at all are high.
-
-    `last`: rows of the last row block (short where the sequence ends).
+    set (of a short last block too); the block is kept if more than 0.6 of its columns set at all are high.
     """
     top, bottom = (c[:, None] for c in _cuts(begins[0], counts[0], frame, block))
     columns = torch.arange(frame)[None]
     rows = (torch.minimum(bottom, columns + band) - torch.maximum(top, columns - band) + 1).clamp_(min=0)
-    size = torch.full((counts[0], 1), block)
-    size[-1] = last
-    high, some = 3 * rows > size, rows > 0
+    high, some = 3 * rows > block, rows > 0
     home = (columns[0] + begins[1]) // block
     seen = home < counts[1]
     tally = torch.zeros(2, counts[0], counts[1], dtype=torch.int64)
@@ -105,9 +99,7 @@ def block_map(
     begins = [video_start(geometry) + f * s for f in range(geometry.frames)]
     straddled = [(begin % block + s - 1) // block + 1 for begin in begins]
     spoken = straddled if shrink == "any" else [-(-s // block)] * (geometry.frames - 1) + straddled[-1:]
-    short = geometry.tokens - (count - 1) * block
     for i, top in enumerate(begins):
-        last = short if top // block + spoken[i] == count else block
         for j, left in enumerate(begins):
             band = s if sink and j == 0 else bands[abs(i - j)]
             if band < 0:
@@ -116,7 +108,7 @@ def block_map(
             if shrink == "any":
                 pair = _pair(s, block, offsets, counts, min(band, s))
             else:
-                pair = _pair_strict(s, block, offsets, counts, min(band, s), last)
+                pair = _pair_strict(s, block, offsets, counts, min(band, s))
             a, b = top // block, left // block
             kept[a : a + counts[0], b : b + counts[1]] |= pair
     return dense_text(kept, geometry, block)
@@ -138,13 +130,26 @@ def token_mask(
     return mask
 
 
-def decay_for(geometry: Geometry, density: float, **options: object) -> float:
+def decay_for(
+    geometry: Geometry,
+    density: float,
+    *,
+    block: int = BLOCK,
+    threshold: int | None = None,
+    shrink: Shrink = "strict",
+    sink: bool = False,
+) -> float:
     """The largest decay whose plan keeps at most `density` of the pairs.
 
     Neighbouring frames and the sink are always whole, so there is a least density; where it is above the one asked
-    for, the least decay. `options` are those of `plan_of`.
+    for, the least decay.
     """
-    fits = lambda step: plan_of(geometry, decay=2.0 ** (step / DECAY_STEPS), **options).density <= density  # type: ignore[arg-type] # noqa: E731
+
+    def fits(step: int) -> bool:
+        decay = 2.0 ** (step / DECAY_STEPS)
+        kept = block_map(geometry, decay=decay, block=block, threshold=threshold, shrink=shrink, sink=sink)
+        return density_of(kept.fill_diagonal_(True), geometry.tokens, block) <= density
+
     return float(2.0 ** (largest(fits, *DECAYS) / DECAY_STEPS))
 
 

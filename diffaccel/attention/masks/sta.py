@@ -80,19 +80,24 @@ def block_map(grid: Three, window: Three) -> torch.Tensor:
 
 
 def choose_window(geometry: Geometry, tile: Three, density: float) -> Three:
-    """The odd window that keeps the most tiles within `density` of the pairs; of equal ones the most compact.
+    """The odd window for at most `density` of the pairs; (1, 1, 1) where even that is more.
 
-    (1, 1, 1) where even that is more.
+    Of the windows that keep nearly (at least 0.8 of) the most, the one nearest to a cube, counted in tokens.
     """
     grid, allowed = grid_of(geometry, tile), video_share(geometry, density)
-    best, best_key = (1, 1, 1), (-1.0, 0)
-    for window in product(*(range(1, n + 2, 2) for n in grid)):
-        share = prod(min(k, n) / n for k, n in zip(window, grid, strict=True))
-        size = [k * t for k, t in zip(window, tile, strict=True)]
-        key = (round(share, 6), -_surface((size[0], size[1], size[2])))
-        if share <= allowed + 1e-9 and key > best_key:
-            best, best_key = (window[0], window[1], window[2]), key
-    return best
+    axes = (geometry.frames, geometry.rows, geometry.columns)
+    shares = {
+        window: prod(min(k, n) / n for k, n in zip(window, grid, strict=True))
+        for window in product(*(range(1, n + 2, 2) for n in grid))
+    }
+    most = max((share for share in shares.values() if share <= allowed + 1e-9), default=0.0)
+    best = (0.0, 0.0, (1, 1, 1))
+    for window, share in shares.items():
+        if 0.8 * most <= share <= allowed + 1e-9:
+            t, h, w = (min(k * m, n) for k, m, n in zip(window, tile, axes, strict=True))
+            cube = (t * h * w) ** (2 / 3) / _surface((t, h, w))
+            best = max(best, (round(cube, 6), share, (window[0], window[1], window[2])))
+    return best[2]
 
 
 def plan_of(geometry: Geometry, *, tile: Three, window: Three, block: int = BLOCK) -> BlockPlan:

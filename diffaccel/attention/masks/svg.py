@@ -14,7 +14,7 @@ import torch
 
 from ..geometry import Geometry
 from ..plan import BlockPlan, Blocks
-from .layout import BLOCK, around_text, dense_text, framed, largest, spans, video_start
+from .layout import BLOCK, around_text, dense_text, density_of, framed, largest, spans, video_start
 
 SinkMode = Literal["reference", "frame0"]
 
@@ -40,19 +40,23 @@ def _near(
     return torch.maximum(rows[0][:, None] - columns[1][None], columns[0][None] - rows[1][:, None]) <= half
 
 
-def spatial(geometry: Geometry, half: int, *, block: int = BLOCK, sink: bool = False) -> BlockPlan:
-    """The band on the order of the sequence: every block with a pair within `half` tokens; text dense.
+def spatial_map(geometry: Geometry, half: int, *, block: int = BLOCK, sink: bool = False) -> torch.Tensor:
+    """[blocks, blocks] boolean: every even block with a pair within `half` tokens (both ends in); text dense.
 
     Args:
-        half: tokens, both ends included. sink: every token sees frame 0.
+        sink: every token sees frame 0.
     """
     first, last = spans(geometry, block)
     kept = _near((first, last), (first, last), half)
     if sink:
         kept[:, (first < geometry.frame) & (last >= first)] = True
-    kept = dense_text(kept, geometry, block)
+    return dense_text(kept, geometry, block)
+
+
+def spatial(geometry: Geometry, half: int, *, block: int = BLOCK, sink: bool = False) -> BlockPlan:
+    """`spatial_map` as a plan: the band on the order of the sequence."""
     blocks = Blocks.even(geometry.tokens, block)
-    return BlockPlan.of_mask(kept, blocks, blocks)
+    return BlockPlan.of_mask(spatial_map(geometry, half, block=block, sink=sink), blocks, blocks)
 
 
 def place_order(geometry: Geometry) -> torch.Tensor:
@@ -119,9 +123,12 @@ def half_width_for(geometry: Geometry, density: float, *, block: int = BLOCK, si
 
     At least one block to either side.
     """
-    count = -(-geometry.tokens // block)
-    fits = lambda n: spatial(geometry, n * block, block=block, sink=sink).density <= density  # noqa: E731
-    return largest(fits, 1, max(1, count)) * block
+
+    def fits(wide: int) -> bool:
+        kept = spatial_map(geometry, wide * block, block=block, sink=sink)
+        return density_of(kept, geometry.tokens, block) <= density
+
+    return largest(fits, 1, max(1, -(-geometry.tokens // block))) * block
 
 
 def sample_rows(geometry: Geometry, count: int, seed: int) -> torch.Tensor:
