@@ -58,7 +58,7 @@ class DecodeWatch:
             return
         seen["decodes"] += 1
         height, width = z.shape[-2:]
-        if self.made is None or self.made.always or self._larger(height, width):
+        if self.made is None or self.made.always or self._larger(height, width) or self._longer(z):
             seen["tiled"] += 1
             return
         ratio, (tile_height, tile_width) = self.made.ratio, self.made.tile
@@ -66,6 +66,10 @@ class DecodeWatch:
             f"{width * ratio}x{height * ratio} px is not larger than a tile of {tile_width}x{tile_height} px, so the "
             "picture was decoded whole"
         )
+
+    def _longer(self, z: Any) -> bool:
+        assert self.made is not None
+        return self.made.latents is not None and z.ndim == 5 and bool(z.shape[2] > self.made.latents)
 
     def _larger(self, height: int, width: int) -> bool:
         assert self.made is not None

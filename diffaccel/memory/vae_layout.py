@@ -79,6 +79,8 @@ class Tiling:
     settings: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     always: bool = False  # tiles a picture of any size
+    latents: int | None = None  # longest video, in latent frames, that is not cut along time; None: none is
+    along_time: str = ""  # what to tell of it
 
 
 def untileable(vae: Any) -> str | None:

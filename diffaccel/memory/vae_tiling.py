@@ -15,7 +15,9 @@ from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import unwrap_module
 from ..core.run import Run
 from ..errors import DiffaccelError, IncompatibleError, InvalidOptionError, UnsupportedModelError
+from .causal_cuts import compression_of_time
 from .decode_watch import DecodeWatch
+from .vae_frames import frame_tiling
 from .vae_layout import ENCODE_RAISES, Sizes, Tiling, compression, tiling, untileable
 
 
@@ -29,6 +31,8 @@ class VaeTiling:
     Attributes:
         tile_height, tile_width: size of a tile in pixels, multiples of the VAE's compression; None keeps the VAE's.
         stride_height, stride_width: pixels from one tile to the next; None keeps the VAE's share of overlap.
+        tile_frames, stride_frames: the same along time, in frames of the video; None leaves time as the VAE has it.
+            What cannot act (a VAE that goes frame by frame, or takes all frames at once) is an error.
 
     Raises:
         InvalidOptionError: a size that is not a whole number above 0.
@@ -38,6 +42,8 @@ class VaeTiling:
     tile_width: int | None = None
     stride_height: int | None = None
     stride_width: int | None = None
+    tile_frames: int | None = None
+    stride_frames: int | None = None
 
     name: ClassVar[str] = "vae.tiling"
     slot: ClassVar[Slot] = Slot.MODULE
@@ -47,7 +53,9 @@ class VaeTiling:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InvalidOptionError(f"{field.name}={value!r}: must be a whole number of pixels, or None")
+                raise InvalidOptionError(
+                    f"{field.name}={value!r}: must be a whole number of {_unit(field.name)}, or None"
+                )
 
     def sizes(self) -> Sizes:
         """The sizes asked for, as (height, width) pairs."""
@@ -79,6 +87,16 @@ class VaeTiling:
     def _tiling(self, vae: Any, holder: _Holder | None) -> Tiling | None:
         own = vars(vae) if holder is None else {**vars(vae), **holder.before}
         made = tiling(own, compression(vae), self.sizes())
+        frames = frame_tiling(type(vae).__name__, own, compression_of_time(vae), self.tile_frames, self.stride_frames)
+        if made is not None:
+            settings = {**made.settings, **frames.settings}
+            made = replace(
+                made,
+                settings=settings,
+                notes=(*made.notes, *frames.notes),
+                latents=frames.latents,
+                along_time=frames.words,
+            )
         if made is not None and not hasattr(vae, "tiled_decode"):  # AutoencoderTiny asks for no size
             made = replace(made, always=True)
         return made
@@ -106,13 +124,18 @@ def _vae(pipe: Any) -> Any:
     return None if vae is None else unwrap_module(vae)
 
 
+def _unit(name: str) -> str:
+    return "frames" if name.endswith("_frames") else "pixels"
+
+
 def _say(made: Tiling | None) -> str:
     if made is None:
         return "tiles of the size the VAE came with"
     height, width = made.tile
     moved = "".join(f"; {note}" for note in made.notes)
     floor = "" if made.always else f"; does nothing up to {width}x{height} px"
-    return f"tiles of {width}x{height} px, one every {made.stride[1]}x{made.stride[0]} px{floor}{moved}"
+    time = f"; along time {made.along_time}" if made.along_time else ""
+    return f"tiles of {width}x{height} px, one every {made.stride[1]}x{made.stride[0]} px{floor}{time}{moved}"
 
 
 @dataclass
@@ -131,7 +154,7 @@ def _holder(vae: Any) -> _Holder | None:
 
 
 def _is_tile_attribute(name: str) -> bool:
-    return name == "use_tiling" or name.startswith("tile_")
+    return name.startswith(("use_tiling", "use_framewise_", "tile_")) or name.endswith("_frames_batch_size")
 
 
 def _put_back(vae: Any, before: Mapping[str, Any]) -> None:

@@ -241,13 +241,6 @@ def test_a_pipeline_gone_without_restore() -> None:
 # ---- what is asked for ----------------------------------------------------------------------------------
 
 
-def test_exact_tiles_come_later() -> None:
-    pipe = attach(tiny.build("flux"))
-    with pytest.raises(InvalidOptionError, match="not in this version"):
-        pipe.enable_vae_tiling(exact=True)
-    assert plan(pipe, None, vae_tiling="exact").item("vae.tiling").status == "skipped"
-
-
 @pytest.mark.parametrize(
     ("sizes", "meant"),
     [
