@@ -19,8 +19,9 @@ VERBS: dict[str, str] = {
     "demo": "generate pictures with and without acceleration and compare speed and fidelity",
     "plan": "show what a preset would switch on for a pipeline, and why",
     "presets": "list the presets, or print one",
+    "quantize": "turn a pipeline's denoisers into a 4-bit checkpoint (SVDQuant)",
 }
-_LATER = ("bench", "comfyui", "doctor", "export", "ledger", "quantize", "sweep", "tune")
+_LATER = ("bench", "comfyui", "doctor", "export", "ledger", "sweep", "tune")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,56 @@
+"""INT8: weights (and activations) as 8-bit integers with scales, in place on a live pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..core.compat import int8_units
+from ..ledger.hardware import Hardware
+from .backends import AUTO, NATIVE, Recipe
+from .lever import QuantizedWeights, choice
+from .weights import DYNAMIC, WEIGHT_ONLY
+
+SCHEMES = (DYNAMIC, WEIGHT_ONLY)
+FIRST_CAPABILITY = (8, 0)  # of CUDA devices on which torch._int_mm is fast
+
+
+@dataclass(frozen=True)
+class Int8(QuantizedWeights):
+    """Symmetric INT8 weights of half the bytes, a scale per output channel.
+
+    Attributes:
+        scheme: "dynamic" (activations are quantized per token and call; faster only together with compile, and on
+            processors with INT8 matrix units) or "weight_only" (products in the model's dtype).
+        backend: "native" (diffaccel's own, also what "auto" takes), "torchao" or "quanto".
+
+    Raises:
+        InvalidOptionError: a value that is not allowed, or that the backend cannot do.
+    """
+
+    scheme: str = DYNAMIC
+    backend: str = AUTO
+
+    name: ClassVar[str] = "quantization.int8"
+
+    def __post_init__(self) -> None:
+        choice("scheme", self.scheme, SCHEMES)
+        super().__post_init__()
+
+    def recipe(self, hardware: Hardware | None) -> Recipe:
+        """INT8 codes, one scale per row."""
+        return Recipe(torch.int8, self.scheme, True, NATIVE if self.backend == AUTO else self.backend)
+
+    def says(self, hardware: Hardware) -> str:
+        """The arithmetic in a few words, and whether it can gain time here."""
+        recipe = self.recipe(hardware)
+        text = f"INT8 {recipe.scheme} per row by {recipe.backend}"
+        if recipe.scheme != DYNAMIC:
+            return text
+        if hardware.kind == "cpu" and not int8_units():
+            return f"{text} (this processor has no INT8 matrix units, AMX or VNNI: fewer bytes, no gain in speed)"
+        if hardware.kind == "cuda" and (hardware.capability or (0, 0)) < FIRST_CAPABILITY:
+            return f"{text} (no gain in speed is to be expected below compute capability 8.0)"
+        return text
