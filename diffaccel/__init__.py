@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .api import accelerate, attach, plan, presets, restore
     from .planner.options import Budget
     from .planner.plan import Plan
+    from .quantization.loader import load_quantized
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ _LAZY = {
     "Plan": "diffaccel.planner.plan",
     "accelerate": "diffaccel.api",
     "attach": "diffaccel.api",
+    "load_quantized": "diffaccel.quantization.loader",
     "plan": "diffaccel.api",
     "presets": "diffaccel.api",
     "restore": "diffaccel.api",
@@ -48,6 +50,7 @@ __all__ = [
     "UnsupportedModelError",
     "accelerate",
     "attach",
+    "load_quantized",
     "plan",
     "presets",
     "restore",

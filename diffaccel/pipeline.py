@@ -12,7 +12,10 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from .acceleration import HANDLE, PLAIN, Acceleration, handle_of
+from .core.accelerator import DEVICE
 from .core.rules import PLACES
 from .core.run import current_run
 from .errors import IncompatibleError
@@ -31,6 +34,25 @@ class Accelerated:
         if handle is None:
             raise AttributeError(f"this {type(self).__name__} is not accelerated: call diffaccel.accelerate(pipe)")
         return handle
+
+    @property
+    def device(self) -> Any:
+        """Diffusers' own; while an offload lever has the weights elsewhere, where the components compute."""
+        found = vars(self).get(DEVICE)
+        return super().device if found is None else found  # type: ignore[misc]
+
+    @property
+    def _execution_device(self) -> Any:
+        found = vars(self).get(DEVICE)
+        return super()._execution_device if found is None else found  # type: ignore[misc]
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Diffusers' own; where an offload lever moves the components, they compute on this device from now on."""
+        moved = super().to(*args, **kwargs)  # type: ignore[misc]
+        for value in (*args, *kwargs.values()) if DEVICE in vars(self) else ():
+            if isinstance(value, (str, torch.device)):
+                vars(self)[DEVICE] = torch.device(value)
+        return moved
 
     def progress_bar(self, iterable: Any = None, total: Any = None) -> Any:
         """Diffusers' own bar; during an accelerated run its postfix counts the cached calls."""
@@ -140,8 +162,9 @@ class Accelerated:
         return _disable(self, "guidance")
 
     def enable_vae_tiling(self, exact: bool = False, **sizes: Any) -> Any:
-        """Decode in tiles; `sizes` (tile_height, tile_width, stride_height, stride_width, in pixels) are those of
-        `memory.vae_tiling.VaeTiling`. `exact=True`, tiles without any change of the picture, comes later."""
+        """Decode (and encode) in parts. `exact=True`: strips that keep the picture but for rounding, keywords (mode,
+        max_bytes, rows, encode) are those of `memory.vae_exact.ExactVae`. Otherwise blended tiles, keywords (tile_height,
+        tile_width, stride_height, stride_width, in pixels) are those of `memory.vae_tiling.VaeTiling`."""
         return _enable(self, "vae_tiling", "exact" if exact else "blended", sizes)
 
     def disable_vae_tiling(self) -> Any:

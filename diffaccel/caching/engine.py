@@ -318,6 +318,15 @@ class Engine:
 
     # ---- life ------------------------------------------------------------------------------------------
 
+    def reuses(self, run: Run, step: int, component: str, branch: str) -> bool | None:
+        """Will that call leave the scope out? None where only the call itself can tell."""
+        if self.asked == (run, run.loop) and self.sits_out:
+            return False
+        known = run.state.get(self.name, {}).get((component, branch))
+        if known is None or known.foreseen is None or known.loop != run.loop:
+            return None
+        return bool(step < len(known.foreseen.hits) and known.foreseen.hits[step])
+
     def bytes_held(self) -> int:
         """Bytes this engine refers to outside of a run's own state: none between calls."""
         return 0 if self.branch is None else self.branch.bytes

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .run import Run
 
 
+DEVICE = "_diffaccel_device"  # instance attribute of a pipeline whose weights are away: where it computes
+
+
 class Slot(str, Enum):
     """Where an edit acts; slots are applied in this order and undone in reverse."""
 
@@ -93,7 +96,7 @@ class Edit:
     `undo` must put everything back, in any state the run was left in. `begin_run` / `end_run` frame a run;
     `end_run` is called on success, exception and interrupt alike and must free all per-run state. A `durable` edit
     uses nothing of the site: it stays in force while other levers around it change (quantizing a model again for each
-    would take minutes). `no_undo` says why it cannot be undone, in words that can end a refusal.
+    would take minutes). `no_undo` is asked before anything is undone, and says why this edit cannot be ("": it can).
     """
 
     name: str
@@ -104,7 +107,7 @@ class Edit:
     bytes_held: Callable[[Run], int] | None = None
     preemptible: bool = True
     durable: bool = False
-    no_undo: str = ""
+    no_undo: Callable[[], str] | None = None
     stats: Callable[[Run], Mapping[str, Any]] | None = None
 
 

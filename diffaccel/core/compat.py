@@ -37,20 +37,27 @@ __all__ = [
     "attention_backends",
     "compile_backends",
     "compile_counts",
+    "convert_single_file",
     "dispatch_attention",
     "drift",
     "eager",
+    "fake_tensors",
     "host_edit",
+    "hub_kernel",
+    "int8_units",
     "leaves",
     "native_cache",
     "no_duck_shape",
     "num_timesteps",
     "set_eval_frame",
     "unwrap_module",
+    "vae_decode",
+    "vae_encode",
 ]
 
 REGISTRY = "_diffusers_hook"  # attribute of a module that holds its HookRegistry
 COMPILED = "_compiled_call_impl"  # set by nn.Module.compile()
+GROUP_OFFLOAD = "group_offloading"  # name of the hook of diffusers' group offload
 OLD_FORWARD = "_old_forward"  # set by accelerate's add_hook_to_module
 
 # Hook names of diffusers' own step caches (their `apply_*` functions leave no config behind).
@@ -105,6 +112,18 @@ def native_cache(module: torch.nn.Module) -> str | None:
     return None
 
 
+def foreign_offload(module: torch.nn.Module) -> str | None:
+    """Whose offload (not ours) moves the weights of `module`, or None."""
+    if getattr(module, "hf_device_map", None):
+        return "a device_map"
+    for child in unwrap_module(module).modules():
+        if hasattr(child, "_hf_hook"):
+            return "accelerate's offload (enable_model_cpu_offload, enable_sequential_cpu_offload or a device_map)"
+        if GROUP_OFFLOAD in getattr(getattr(child, REGISTRY, None), "hooks", {}):
+            return "diffusers' group offload (enable_group_offload)"
+    return None
+
+
 def num_timesteps(pipe: Any) -> int | None:
     """The number of denoiser steps the running loop announced, or None where the pipeline says nothing."""
     value = vars(pipe).get("_num_timesteps")
@@ -114,6 +133,14 @@ def num_timesteps(pipe: Any) -> int | None:
 def attention_backends() -> dict[str, Any]:
     """Diffusers' attention backend names -> their enum member."""
     return {member.value: member for member in AttentionBackendName}
+
+
+def hub_kernel(backend: str) -> Any:
+    """The function of a diffusers backend that lives on the hub, fetched the first time under diffusers' rules."""
+    dispatch: Any = importlib.import_module("diffusers.models.attention_dispatch")
+    member = AttentionBackendName(backend)
+    dispatch._maybe_download_kernel_for_backend(member)
+    return dispatch._HUB_KERNELS_REGISTRY[member].kernel_fn
 
 
 def compile_backends() -> list[str]:
@@ -136,6 +163,25 @@ def no_duck_shape() -> Any:
     return config.patch(use_duck_shape=False)
 
 
+def fake_tensors() -> Any:
+    """A context manager in which operations compute shapes only, on tensors without memory."""
+    fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    return fake.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def vae_decode(vae: Any, z: torch.Tensor, **more: Any) -> torch.Tensor:
+    """What the class of this autoencoder decodes latents to, whatever stands in for `_decode` on the instance."""
+    output: Any = type(vae)._decode(vae, z, **more)
+    picture: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+    return picture
+
+
+def vae_encode(vae: Any, x: torch.Tensor, **more: Any) -> torch.Tensor:
+    """What the class of this autoencoder encodes pictures to (the moments), whatever stands in for `_encode`."""
+    moments: torch.Tensor = type(vae)._encode(vae, x, **more)
+    return moments
+
+
 def leaves(output: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
     """(the tensors of a model's output, a function that builds such an output from other tensors).
 
@@ -156,6 +202,19 @@ def leaves(output: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Te
     return [flat[place] for place in places], rebuild
 
 
+def convert_single_file(model_class: str, config: Any, tensors: dict[str, Any]) -> dict[str, Any] | None:
+    """A checkpoint under its authors' names as diffusers' state dict of `model_class`; None without a conversion."""
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    convert = SINGLE_FILE_LOADABLE_CLASSES.get(model_class, {}).get("checkpoint_mapping_fn")
+    return None if convert is None else dict(convert(config=config, checkpoint=tensors))
+
+
+def int8_units() -> bool:
+    """Has this processor INT8 matrix units (AMX or VNNI)?"""
+    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_vnni_supported())
+
+
 def drift() -> list[str]:
     """What the installed diffusers / torch no longer offer of the names used here; empty when all is well."""
     missing: list[str] = []
@@ -170,10 +229,20 @@ def drift() -> list[str]:
     need(HookFunctionReference(), "pre_forward", "post_forward", "forward", "original_forward")
     need(StateManager(dict), "_context", "set_context", "reset")
     need(_AttentionBackendRegistry, "_active_backend")
+    dispatch = importlib.import_module("diffusers.models.attention_dispatch")
+    need(dispatch, "_maybe_download_kernel_for_backend", "_HUB_KERNELS_REGISTRY")
     need(torch.nn.Module, COMPILED, "_call_impl")
     need(importlib.import_module("torch._dynamo.utils"), "counters")
     need(importlib.import_module("torch.fx.experimental._config"), "use_duck_shape", "patch")
     need(importlib.import_module("torch._dynamo.decorators"), "skip")
+    need(importlib.import_module("torch._subclasses.fake_tensor"), "FakeTensorMode")
+    for name in ("AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderKLLTXVideo", "AutoencoderKL"):
+        need(getattr(importlib.import_module("diffusers"), name), "_decode", "_encode")
+    need(importlib.import_module("diffusers.loaders.single_file_model"), "SINGLE_FILE_LOADABLE_CLASSES")
+    need(torch.cpu, "_is_amx_tile_supported", "_is_vnni_supported")
+    group = importlib.import_module("diffusers.hooks.group_offloading")
+    if getattr(group, "_GROUP_OFFLOADING", None) != GROUP_OFFLOAD:
+        missing.append("group_offloading._GROUP_OFFLOADING")
     if not hasattr(probe, REGISTRY):
         missing.append(f"module.{REGISTRY}")
     if "recurse" not in inspect.signature(HookRegistry.remove_hook).parameters:

@@ -240,13 +240,19 @@ def install(module: torch.nn.Module, hook: Hook, name: str, outermost: bool = Fa
     return Link(module, hook, full, outermost)
 
 
-def around_forward(module: torch.nn.Module) -> list[tuple[Forward | None, Forward | None]]:
+def around_forward(module: torch.nn.Module) -> list[tuple[Any, Any]]:
     """(before, after) of every hook in the module's registry, outermost first; (None, None) for one that replaces the
     forward. For code that does a module's work without calling it."""
     refs = reversed(getattr(vars(unwrap_module(module)).get(REGISTRY), "_fn_refs", ()))
-    return [
-        (None, None) if ref.original_forward is not None else (ref.pre_forward, ref.post_forward) for ref in refs
-    ]
+    return [(None, None) if ref.original_forward is not None else (ref.pre_forward, ref.post_forward) for ref in refs]
+
+
+def stood_in_for(link: Link) -> bool:
+    """Does a hook above `link` answer in the module's stead at present, so that what lies below will not run?"""
+    refs = link.registry._fn_refs
+    chain = {id(fn) for fn in forward_chain(link.module)}
+    above = refs[refs.index(link.hook.fn_ref) + 1 :]
+    return any(id(ref.body if isinstance(ref, _AroundReference) else ref.forward) not in chain for ref in above)
 
 
 class _ContextProbe(StateManager):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +37,7 @@ class Stack:
                 if module is not None:
                     self.modules[component] = module
                     root = install_root(module, component, self.owner)
-                    root.undo_all = functools.partial(self.undo, orphaned=True)
+                    root.undo_all = self._leave
                     self.site.roots[component] = root
             for accelerator in accelerators[len(kept) :]:
                 self.edits.append(accelerator.attach(self.target, self.site))
@@ -56,21 +55,26 @@ class Stack:
         The first `keep` edits stay in force and are returned, for the next stack. An edit that cannot be undone is a
         refusal, with nothing changed; where the pipeline is gone (`orphaned`) it just stays.
         """
-        fixed = [edit for edit in self.edits[keep:] if edit.no_undo]
+        why = {edit.name: edit.no_undo() for edit in self.edits[keep:] if edit.no_undo is not None}
+        fixed = {name: reason for name, reason in why.items() if reason}
         if fixed and not orphaned:
-            raise IncompatibleError("; ".join(f"{edit.name} cannot be undone: {edit.no_undo}" for edit in fixed))
+            raise IncompatibleError("; ".join(f"{name} cannot be undone: {reason}" for name, reason in fixed.items()))
         kept = self.edits[:keep]
         with contextlib.ExitStack() as undos:
             for root in self.site.roots.values():
                 if root.link is not None:
                     undos.callback(root.link.remove)
             for edit in self.edits[keep:]:
-                if not edit.no_undo:
+                if edit.name not in fixed:
                     undos.callback(edit.undo)
         for module in self.modules.values():
             invalidate(module)
         self.edits, self.site, self.modules, self.attached = [], Site(), {}, False
         return kept
+
+    def _leave(self) -> None:
+        """Undo what can be: the pipeline went without `restore`."""
+        self.undo(orphaned=True)
 
     def current(self) -> bool:
         """Are the pipeline's denoisers still the ones the edits are on?"""

@@ -1,6 +1,8 @@
 """The machines a plan can be made for: by name, or what is here.
 
 Memory is the vendor's figure in GiB; compute capability as in CUDA. Sources: NVIDIA data sheets.
+
+`bf16_tflops` is the data sheet's dense bf16 peak with fp32 accumulation, `pcie` the generation of its 16 lanes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ class Hardware:
     kind: str
     memory_gib: float | None = None
     capability: tuple[int, int] | None = None
+    bf16_tflops: float | None = None
+    pcie: int | None = None
 
     def __str__(self) -> str:
         memory = f" {self.memory_gib:g} GiB" if self.memory_gib else ""
@@ -29,16 +33,16 @@ class Hardware:
 HARDWARE: dict[str, Hardware] = {
     h.name: h
     for h in (
-        Hardware("3060", "cuda", 12, (8, 6)),
-        Hardware("4090", "cuda", 24, (8, 9)),
-        Hardware("5090", "cuda", 32, (12, 0)),
-        Hardware("a100", "cuda", 80, (8, 0)),
-        Hardware("b200", "cuda", 180, (10, 0)),
+        Hardware("3060", "cuda", 12, (8, 6), 25.5, 4),
+        Hardware("4090", "cuda", 24, (8, 9), 165.2, 4),
+        Hardware("5090", "cuda", 32, (12, 0), 209.5, 5),
+        Hardware("a100", "cuda", 80, (8, 0), 312, 4),
+        Hardware("b200", "cuda", 180, (10, 0), 2250, 5),
         Hardware("cpu", "cpu"),
-        Hardware("h100", "cuda", 80, (9, 0)),
-        Hardware("h200", "cuda", 141, (9, 0)),
-        Hardware("l20", "cuda", 48, (8, 9)),
-        Hardware("l40s", "cuda", 48, (8, 9)),
+        Hardware("h100", "cuda", 80, (9, 0), 989, 5),
+        Hardware("h200", "cuda", 141, (9, 0), 989, 5),
+        Hardware("l20", "cuda", 48, (8, 9), 119.5, 4),
+        Hardware("l40s", "cuda", 48, (8, 9), 362, 4),
     )
 }
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core.accelerator import Accelerator, Fidelity, Target, Verdict
-from ..core.compat import unwrap_module
-from ..core.rules import PLACES, Place, in_order
+from ..core.compat import int8_units
+from ..core.rules import PLACES, RULES, Place, in_order
 from ..core.stack import weights_on_meta
 from ..errors import BudgetError, InvalidOptionError, InvalidPipelineError, UnsupportedModelError, unknown
 from ..ledger import hardware as machines
-from ..ledger.hardware import GIB, Hardware
+from ..ledger.hardware import Hardware
 from ..models.learn import LearnBlocks
 from ..models.registry import lookup
 from . import toml
+from .levers import LEVERS
+from .memory import judge
 from .options import Budget, build, validate
 from .plan import Plan, PlanItem
 from .presets import Preset, load
@@ -100,6 +102,14 @@ def _plan_in_file(preset: Any) -> Any:
     return preset
 
 
+def _stands_for(item: PlanItem, place: Place, value: str | bool) -> bool:
+    """Is it the item of this value? Where values share an item name (vae.tiling), fidelity tells them apart."""
+    if value is False or value not in place.ready or item.name != place.item(value):
+        return False
+    twins = [other for other in place.values if other is not False and place.item(other) == item.name]
+    return len(twins) == 1 or LEVERS[place.key][str(value)].config().fidelity.value == item.fidelity
+
+
 def _wishes_of(plan: Plan) -> dict[str, Any]:
     """The override values that stand for a plan's enabled items."""
     wishes: dict[str, Any] = {}
@@ -109,8 +119,7 @@ def _wishes_of(plan: Plan) -> dict[str, Any]:
             raise unknown("plan item", item.name, names)
         for place in PLACES.values():
             for value in place.values:
-                ready = value is not False and value in place.ready
-                if ready and item.name == place.item(value) and item.status == "enabled":
+                if item.status == "enabled" and _stands_for(item, place, value):
                     wishes[place.key] = value
                     prefix = place.prefixes[0] if place.prefixes else ""
                     wishes.update({prefix + k: v for k, v in item.params.items() if prefix and v is not None})
@@ -143,13 +152,16 @@ def resolve(
         )
     base, wishes = gather(fit(base, preset, target.spec.family, target.hardware, overrides), overrides)
     worst = min(Fidelity(budget.fidelity), Fidelity(base.fidelity or "lossy"), key=lambda f: f.rank)
-    _check_memory(pipe, budget)
-    items: list[PlanItem] = []
+    wishes, unneeded = judge(target, budget, wishes, isinstance(preset, Plan) or "offload" in overrides)
+    items: list[PlanItem] = [] if unneeded is None else [unneeded]
     accelerators: list[Accelerator] = []
-    for key in in_order([k for k in wishes if k in PLACES and wishes[k] not in (None, False)]):
-        item, accelerator, verdict = _decide(PLACES[key], wishes, target, worst, budget)
-        if strict and not verdict.ok and not verdict.satisfied:
+    wider, added, remarks = _ruled(wishes, target)
+    for key in in_order([k for k in wider if k in PLACES and wider[k] not in (None, False)]):
+        item, accelerator, verdict = _decide(PLACES[key], wider, target, worst, budget)
+        if strict and not verdict.ok and not verdict.satisfied and key not in added:
             raise verdict.error(f"{item.name}: {verdict.reason}")
+        if key in added:
+            item = replace(item, reason=f"{item.reason}; {added[key]}")
         items.append(item)
         if accelerator is not None and verdict.ok:
             accelerators.append(accelerator)
@@ -168,9 +180,25 @@ def resolve(
         hardware=str(target.hardware),
         items=tuple(items),
         budget=budget,
-        notes=base.notes,
+        notes=(*base.notes, *remarks),
     )
     return Decision(plan, tuple(accelerators), target, wishes)
+
+
+def _ruled(wishes: dict[str, Any], target: Target) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """(the wishes with what the rules add, place -> why it was added, what they say about places switched off)."""
+    kind = target.hardware.kind
+    device = f"{kind} with INT8 units" if kind == "cpu" and int8_units() else kind
+    wider, added, remarks = dict(wishes), {}, []
+    for rule in RULES:
+        if not rule.holds(wishes, device):
+            continue
+        if rule.place not in wishes:
+            wider[rule.place] = rule.wanted
+            added[rule.place] = rule.reason
+        elif wishes[rule.place] in (None, False):
+            remarks.append(f"{rule.reason} ({rule.place} is off)")
+    return wider, added, remarks
 
 
 def _decide(
@@ -196,30 +224,14 @@ def _decide(
     # asdict would take nested configs apart; an accelerator that holds some says itself what a plan shows.
     own = getattr(accelerator, "params", None)
     params = {} if not verdict.ok else own() if own is not None else asdict(accelerator)  # type: ignore[call-overload]
+    fixed = LEVERS[place.key][str(value)].fixed  # what the value itself says
     item = PlanItem(
         name=name,
         slot=place.slot.value,
         status="enabled" if verdict.ok else verdict.status,
         reason=verdict.reason,
         fidelity=fidelity.value,
-        params={k: v for k, v in params.items() if v is not None},
+        params={k: v for k, v in params.items() if v is not None and k not in fixed},
         predicted=accelerator.predict(target) if verdict.ok else {},
     )
     return item, accelerator, verdict
-
-
-def _check_memory(pipe: Any, budget: Budget) -> None:
-    if budget.memory_gib is None:
-        return
-    sizes = {
-        name: sum(p.numel() * p.element_size() for p in unwrap_module(c).parameters())
-        for name, c in pipe.components.items()
-        if isinstance(c, torch.nn.Module)
-    }
-    need = sum(sizes.values()) / GIB
-    if need > budget.memory_gib:
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
-        raise BudgetError(
-            f"memory_gib={budget.memory_gib:g}: the weights alone take {need:.2f} GiB ({parts}), and offload is "
-            f"{LATER}"
-        )

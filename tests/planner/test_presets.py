@@ -96,7 +96,7 @@ def test_auto_on_a_cpu_leaves_compile_off_unless_asked(pipes: dict[str, Any]) ->
     decided = plan(pipes["flux"])
     assert "compile" not in decided.enabled and "compile=False" in decided.notes[0]
     asked = plan(pipes["flux"], compile=True, compile_backend="eager")
-    assert "compile" in asked.enabled and asked.notes == ()
+    assert "compile" in asked.enabled and not any("compile=False" in note for note in asked.notes)
 
 
 def test_overrides_lie_on_top_of_what_auto_picks(pipes: dict[str, Any]) -> None:
