@@ -1,10 +1,10 @@
 """Layerwise offload from disk to memory: time against max(compute, read), bytes resident, caches, and diffusers' own.
 
-A FLUX transformer with random weights (12 single blocks of 35 MB in float32) in the testbed's pipeline, at two sizes:
-one at which reading takes longer, one at which computing does. In every round, in turn: all weights in memory; the
-bare read of what one pass moves (preadv into one buffer); diffaccel; diffaccel with a schedule that reuses every second
-step; diffusers' group offload to disk, block by block. Seconds are those from the end of the first step to the end of
-the last one, per step; medians over the rounds. Before each step and each bare read the files are dropped from the
+A FLUX transformer with random weights (12 single blocks of 35 MB in float32) in the testbed's pipeline, at a size at
+which reading takes about as long as computing, and at one at which computing takes longer. In every round, in turn: all
+weights in memory; the bare read of what one pass moves (preadv into one buffer); diffaccel; diffaccel with a schedule
+that reuses every second step; diffusers' group offload to disk, block by block. Seconds are those from the end of the
+first step to the end of the last one, per step; medians over the rounds. Before each step and each bare read the files are dropped from the
 page cache (posix_fadvise DONTNEED after fsync), so that each pass reads from the device; on a virtual machine the
 host may still hold them. Prints one JSON document and writes results/offload.json.
 
@@ -30,7 +30,7 @@ from diffusers.hooks import apply_group_offloading
 
 from diffaccel import accelerate, restore, testbed
 
-SIZES = {"read-bound (48 tokens)": 32, "compute-bound (176 tokens)": 96}  # pixels
+SIZES = {"36 tokens": 16, "176 tokens": 96}  # pixels
 BLOCKS, STEPS = 12, 8
 ITEM = "offload.layerwise"
 SCHEDULE = {"cache": "schedule", "cache_steps": "10" * (STEPS // 2), "cache_min_steps": 0, "cache_last_steps": 0}
@@ -174,10 +174,11 @@ def main() -> None:
             sized = call | {"height": pixels, "width": pixels}
             one_round(pipe, sized, peer)  # warms up
             rows[name] = summary([one_round(pipe, sized, peer) for _ in range(args.rounds)])
+    size = sum(p.numel() * 4 for p in pipe.transformer.single_transformer_blocks[0].parameters())
     document = {
-        "model": f"FLUX, {BLOCKS} single blocks of {rows[name]['bytes resident']['predicted'] / 3e6:.1f} MB, float32",
+        "model": f"FLUX, {BLOCKS} single blocks of {size / 1e6:.1f} MB, float32",
         "settings": {"resident_layers": 2, "prefetch": 1, "steps": STEPS, "rounds": args.rounds, "threads": 1},
-        "page cache": "dropped before every step (posix_fadvise DONTNEED); a virtual machine's host may hold the files",
+        "page cache": "dropped before every step (posix_fadvise DONTNEED); the host of a virtual machine may hold it",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "rows": rows,
     }

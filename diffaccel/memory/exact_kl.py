@@ -7,6 +7,8 @@ with its attention over the whole map, which is small. The pictures of a batch g
 
 from __future__ import annotations
 
+import functools
+
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,20 +47,20 @@ def decode(vae: Any, z: torch.Tensor, *, rows: int | None, mode: str) -> torch.T
         mode: "fast" (nothing computed twice) or "low" (least memory).
     """
     picked = rows or default_rows(vae, tuple(z.shape))
-    parts = []
+    parts, walk = [], functools.partial(_walk, vae, "decoder", picked, mode)
     for latent in z.split(1):
         if vae.post_quant_conv is not None:
             latent = vae.post_quant_conv(latent)
-        parts.append(inside(vae.decoder, _walk, latent, vae, "decoder", picked, mode))
+        parts.append(inside(vae.decoder, walk, latent))
     return _joined(parts)
 
 
 def encode(vae: Any, x: torch.Tensor, *, rows: int | None, mode: str) -> torch.Tensor:
     """What `vae._encode(x)` returns without tiling: the moments, for pictures x [B, C, H, W]."""
     picked = rows or default_rows(vae, tuple(x.shape), encode=True)
-    parts = []
+    parts, walk = [], functools.partial(_walk, vae, "encoder", picked, mode)
     for picture in x.split(1):
-        parts.append(inside(vae.encoder, _walk, picture, vae, "encoder", picked, mode))
+        parts.append(inside(vae.encoder, walk, picture))
         if vae.quant_conv is not None:
             parts.append(vae.quant_conv(parts.pop()))
     return _joined(parts)
@@ -114,7 +116,7 @@ def _stages(vae: Any, name: str, height: int, width: int, shape: Shape) -> list[
     return kl_stages.encoder_stages(vae.encoder, height, width, shape)
 
 
-def _walk(x: torch.Tensor, vae: Any, name: str, rows: int, mode: str) -> torch.Tensor:
+def _walk(vae: Any, name: str, rows: int, mode: str, x: torch.Tensor) -> torch.Tensor:
     """One picture or latent [1, C, h, w] through the encoder or decoder."""
     shape = Shape(rows * ratio(vae), x.element_size())
     stages = _stages(vae, name, x.shape[2], x.shape[3], shape)
@@ -128,7 +130,7 @@ def _within(owners: tuple[Any, ...], stage: Stage, form: str, held: Kept, rows: 
     """The stage, within the offload hooks of every block that its layers belong to."""
     if not owners:
         return _run(stage, form, held, rows)
-    made: Kept = inside(owners[0], _within, owners[1:], stage, form, held, rows)
+    made: Kept = inside(owners[0], lambda: _within(owners[1:], stage, form, held, rows))
     return made
 
 

@@ -18,7 +18,10 @@ HF_HOOK = "_hf_hook"  # set by accelerate's add_hook_to_module
 
 
 def inside(module: torch.nn.Module, body: Callable[..., Any], *args: Any) -> Any:
-    """`body(*args)` in the place of `module.forward(*args)`, within the offload hooks of the module."""
+    """`body(*args)` in the place of `module.forward(*args)`, within the offload hooks of the module.
+
+    `args` are tensors only: hooks send whatever they get to a device.
+    """
     around = around_forward(module)
     hook = vars(module).get(HF_HOOK)
     if hook is not None:

@@ -169,10 +169,7 @@ class Resnet:
 def resnet(block: Any, source: Source, rows: int, again: bool) -> Kept:
     """`block(x)` in strips, within the block's own offload hooks."""
 
-    def body(_: torch.Tensor | None) -> Kept:
-        return Resnet(block, source, rows).run(again)
-
-    made: Kept = inside(block, body, None)
+    made: Kept = inside(block, lambda: Resnet(block, source, rows).run(again))
     return made
 
 

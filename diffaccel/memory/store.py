@@ -186,8 +186,11 @@ class DiskStore:
                 f"{free} bytes are free there)"
             ) from None
         try:
-            box = Box(parcel, mmap.mmap(fd, 0), len(head), fd, path)
+            area = mmap.mmap(fd, 0)
+            box = Box(parcel, area, len(head), fd, path)
             _compare(box, parcel)
+            if hasattr(mmap, "MADV_DONTNEED"):
+                area.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: the file's pages need not stay for our sake
         except BaseException as error:
             os.close(fd)
             path.unlink(missing_ok=True)

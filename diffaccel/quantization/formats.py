@@ -13,7 +13,9 @@ from torch.nn import functional
 FP8 = torch.float8_e4m3fn
 LARGEST = {FP8: 448.0, torch.int8: 127.0}
 _TINY = 2.0**-100  # scale of an all-zero row: 0 / _TINY is 0, and no row of ordinary numbers needs a smaller one
-_PIECE = 2**21  # elements of a weight that are quantized at a time
+# Elements of a weight that are quantized at a time: small on the host, where large temporaries fragment the heap.
+_PIECE = {"cpu": 2**17}
+_LARGE_PIECE = 2**24
 _INT_MM_ROWS = 17  # CUDA's _int_mm wants more than 16 rows
 
 
@@ -48,7 +50,8 @@ def _encode(wide: torch.Tensor, scale: torch.Tensor, kind: torch.dtype) -> torch
 
 def quantize_weight(weight: torch.Tensor, kind: torch.dtype, rows: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize` in pieces of rows: the float32 copies it works on stay small, however large the weight is."""
-    step = max(1, _PIECE // max(1, weight[0].numel())) if weight.dim() and len(weight) else 1
+    piece = _PIECE.get(weight.device.type, _LARGE_PIECE)
+    step = max(1, piece // max(1, weight[0].numel())) if weight.dim() and len(weight) else 1
     if weight.dim() == 0 or len(weight) <= step:
         return quantize(weight, kind, rows)
     codes = torch.empty_like(weight, dtype=kind, memory_format=torch.contiguous_format)

@@ -232,12 +232,13 @@ def _read_single(path: Path, model: nn.Module, config: Mapping[str, Any]) -> Ite
                 yield name, handle.get_tensor(name)
             return
         tensors = {name: handle.get_tensor(name) for name in names}
-    converted = convert_single_file(type(model).__name__, config, tensors)
+    unfit = f"{path}: its tensors ({names[0]}, ...) are not those of {type(model).__name__}, and diffusers "
+    try:
+        converted = convert_single_file(type(model).__name__, config, tensors)
+    except (IndexError, KeyError, RuntimeError) as error:
+        raise UnsupportedModelError(f"{unfit}cannot convert them ({type(error).__name__}: {error})") from error
     if converted is None:
-        raise UnsupportedModelError(
-            f"{path}: its tensors ({names[0]}, ...) are not those of {type(model).__name__}, and diffusers has no "
-            "conversion for it"
-        )
+        raise UnsupportedModelError(f"{unfit}has no conversion for it")
     del tensors
     for name in list(converted):
         yield name, converted.pop(name)

@@ -262,6 +262,32 @@ def test_changed_encoders_are_noticed(change: Callable[[torch.nn.Module], None])
     assert torch.equal(tiny.run(pipe, "flux"), changed) and stats(pipe)["text_hits"] == 2
 
 
+def test_an_adapter_on_a_text_encoder() -> None:
+    """A LoRA put on between runs, its scale, and switching it off: each picture is that of a plain pipeline."""
+    peft = pytest.importorskip("peft")
+
+    def adapt(pipe: Any) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+            pipe.text_encoder.add_adapter(config)
+
+    def scale(pipe: Any) -> None:
+        for child in pipe.text_encoder.modules():
+            if hasattr(child, "scaling"):
+                child.scaling["default"] = 3.0
+
+    pipe, twin = staged("flux"), tiny.build("flux")
+    seen = [tiny.run(pipe, "flux")]
+    for change in (adapt, scale, lambda each: each.text_encoder.disable_adapters()):
+        for each in (pipe, twin):
+            change(each)
+        seen.append(tiny.run(pipe, "flux"))
+        assert torch.equal(seen[-1], tiny.run(twin, "flux"))
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+    assert torch.equal(seen[0], seen[3])
+
+
 def test_a_store_outlives_the_pipeline(tmp_path: Path) -> None:
     """Another pipeline of equal weights calls no encoder; one of other weights does, and both are right."""
     tiny.run(staged("flux", text_store=tmp_path), "flux")
@@ -456,6 +482,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "cache": {"cache": "first_block", "cache_threshold": 0.3, "cache_min_steps": 0, "cache_last_steps": 0},
     "compile": {"compile": True, "compile_backend": "eager"},
     "tiles": {"vae_tiling": "blended"},
+    "int8": {"quantization": "int8"},
     "guidance": {"guidance": "reuse", "guidance_min_steps": 0, "guidance_last_steps": 0},
 }
 

@@ -129,7 +129,7 @@ def test_short_names_are_their_own() -> None:
 def test_a_plan_from_auto_is_a_preset(pipes: dict[str, Any]) -> None:
     decided = plan(pipes["wan"], hardware="4090", compile_backend="eager")
     again = plan(pipes["wan"], decided, hardware="4090")
-    assert again.enabled == decided.enabled == ("compile", "vae.tiling", "cache.first_block")
+    assert again.enabled == decided.enabled == ("compile", "vae.tiling", "attention.sage", "cache.first_block")
     assert again.preset == "auto (4090-wan)"
     assert again.item("cache.first_block").params == decided.item("cache.first_block").params
 

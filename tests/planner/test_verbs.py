@@ -46,9 +46,11 @@ def test_a_failing_verb_changes_nothing(flux) -> None:  # type: ignore[no-untype
     assert flux.acceleration is handle and handle.plan.enabled == ("cache.first_block",)
 
 
-def test_verbs_of_later_versions_say_so(flux) -> None:  # type: ignore[no-untyped-def]
+def test_verbs_say_why_they_cannot_act(flux) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InvalidOptionError, match="gains nothing on a CPU"):
-        flux.enable_attention("sage")
+        flux.enable_sage_attention()
+    with pytest.raises(UnsupportedModelError, match="nothing to gain"):
+        flux.enable_sparse_attention()
 
 
 def test_every_cache_has_a_verb(flux) -> None:  # type: ignore[no-untyped-def]

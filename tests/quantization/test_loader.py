@@ -90,7 +90,7 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_single_file(flux: Path, tmp_path: Path) -> None:
-    """In the layout of diffusers: with the folder of a pipeline a pipeline comes back, with that of a model a model."""
+    """In the layout of diffusers: with a pipeline's folder a pipeline comes back, with a model's a model."""
     file = tmp_path / "model.safetensors"
     file.write_bytes((flux / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes())
     whole = load_quantized(flux, Int8("weight_only"), dtype=torch.float32)
@@ -102,61 +102,42 @@ def test_a_single_file(flux: Path, tmp_path: Path) -> None:
     assert _same(bare, model) == 34
 
 
-def test_a_single_file_under_its_authors_names(tmp_path: Path) -> None:
-    """The layout of Black Forest Labs, of which diffusers' converter is the other direction's independent truth."""
-    from diffusers import FluxTransformer2DModel
+# What the authors of Wan call the layers of a block and those around.
+AUTHORS = {
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "proj_out": "head.head",
+    "attn1": "self_attn",
+    "attn2": "cross_attn",
+    "to_out.0": "o",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    "norm2": "norm3",
+}
 
-    size = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 16, "joint_attention_dim": 32}
-    torch.manual_seed(0)
-    model = FluxTransformer2DModel(
-        **size,
-        num_layers=1,
-        num_single_layers=1,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 6, 6),
-        guidance_embeds=False,
-    )
+
+def test_a_single_file_under_its_authors_names(tmp_path: Path) -> None:
+    model = tiny.build("wan").transformer
     model.save_pretrained(tmp_path / "diffusers")
-    state, authors = model.state_dict(), {}
-    plain = {"x_embedder": "img_in", "context_embedder": "txt_in", "proj_out": "final_layer.linear"}
-    plain |= {
-        f"time_text_embed.timestep_embedder.linear_{i}": f"time_in.{n}_layer" for i, n in ((1, "in"), (2, "out"))
-    }
-    plain |= {f"time_text_embed.text_embedder.linear_{i}": f"vector_in.{n}_layer" for i, n in ((1, "in"), (2, "out"))}
-    block, double = "transformer_blocks.0.", "double_blocks.0."
-    plain |= {f"{block}norm1.linear": f"{double}img_mod.lin", f"{block}norm1_context.linear": f"{double}txt_mod.lin"}
-    for mine, theirs in (("ff", "img"), ("ff_context", "txt")):
-        plain |= {
-            f"{block}{mine}.net.0.proj": f"{double}{theirs}_mlp.0",
-            f"{block}{mine}.net.2": f"{double}{theirs}_mlp.2",
-        }
-    plain |= {f"{block}attn.to_out.0": f"{double}img_attn.proj", f"{block}attn.to_add_out": f"{double}txt_attn.proj"}
-    single, theirs = "single_transformer_blocks.0.", "single_blocks.0."
-    plain |= {f"{single}norm.linear": f"{theirs}modulation.lin", f"{single}proj_out": f"{theirs}linear2"}
-    for kind in ("weight", "bias"):
-        for mine, name in plain.items():
-            authors[f"{name}.{kind}"] = state[f"{mine}.{kind}"].clone()
-        for stream, names in (("img", "to_{}"), ("txt", "add_{}_proj")):
-            parts = [state[f"{block}attn.{names.format(x)}.{kind}"] for x in "qkv"]
-            authors[f"{double}{stream}_attn.qkv.{kind}"] = torch.cat(parts)
-        parts = [state[f"{single}attn.to_{x}.{kind}"] for x in "qkv"] + [state[f"{single}proj_mlp.{kind}"]]
-        authors[f"{theirs}linear1.{kind}"] = torch.cat(parts)
-        shift, scale = state[f"norm_out.linear.{kind}"].chunk(2)
-        authors[f"final_layer.adaLN_modulation.1.{kind}"] = torch.cat([scale, shift])
-    for place, mine, stream in (
-        (double + "img_attn", block + "attn.norm_", ""),
-        (double + "txt_attn", block + "attn.norm_added_", ""),
-    ):
-        for x, name in (("q", "query"), ("k", "key")):
-            authors[f"{place}.norm.{name}_norm.scale"] = state[f"{mine}{x}{stream}.weight"].clone()
-    for x, name in (("q", "query"), ("k", "key")):
-        authors[f"{theirs}norm.{name}_norm.scale"] = state[f"{single}attn.norm_{x}.weight"].clone()
+    authors = {}
+    for name, value in model.state_dict().items():
+        for mine, theirs in AUTHORS.items():
+            name = name.replace(mine, theirs)
+        name = "head.modulation" if name == "scale_shift_table" else name.replace("scale_shift_table", "modulation")
+        authors[f"model.diffusion_model.{name}"] = value.clone()
+    assert not set(authors) & set(model.state_dict())
     save_file(authors, tmp_path / "authors.safetensors")
     loaded = load_quantized(
         tmp_path / "authors.safetensors", "fp8_weight_only", config=tmp_path / "diffusers", dtype=torch.float32
     )
     truth = load_quantized(tmp_path / "diffusers", "fp8_weight_only", dtype=torch.float32)
-    assert _same(loaded, truth) == 17
+    assert _same(loaded, truth) == 30
 
 
 def test_what_does_not_fit_is_named(flux: Path, tmp_path: Path) -> None:
@@ -181,7 +162,7 @@ def test_what_does_not_fit_is_named(flux: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"proj_out\.weight has the shape \(3, 3\)"):
         load_quantized(bad, config=flux)
     save_file({"something.weight": torch.zeros(3)}, bad)
-    with pytest.raises((UnsupportedModelError, KeyError)):
+    with pytest.raises(UnsupportedModelError, match="cannot convert"):
         load_quantized(bad, config=flux)
 
 
@@ -223,6 +204,7 @@ print(json.dumps({"peak": peak - base, "quantized": weight_bytes(model)}))
 """
 
 
+@pytest.mark.slow
 def test_the_full_model_is_never_in_memory(tmp_path: Path) -> None:
     """Resident memory of a process of its own, against the negative control of loading first, then quantizing."""
     from diffusers import WanTransformer3DModel
@@ -250,8 +232,5 @@ def test_the_full_model_is_never_in_memory(tmp_path: Path) -> None:
     size = found["stream"]["quantized"]
     assert size == found["whole"]["quantized"] > 70e6
     allowed = 1.3 * size + shard
-    print(
-        f"peak {found['stream']['peak'] / 1e6:.0f} MB, whole {found['whole']['peak'] / 1e6:.0f}, allowed {allowed / 1e6:.0f}"
-    )
     assert found["stream"]["peak"] <= allowed, found
     assert found["whole"]["peak"] > allowed, f"the negative control: {found}"
