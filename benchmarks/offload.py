@@ -1,12 +1,12 @@
 """Layerwise offload from disk to memory: time against max(compute, read), bytes resident, caches, and diffusers' own.
 
 A FLUX transformer with random weights (12 single blocks of 35 MB in float32) in the testbed's pipeline, at a size at
-which reading takes about as long as computing, and at one at which computing takes longer. In every round, in turn: all
-weights in memory; the bare read of what one pass moves (preadv into one buffer); diffaccel; diffaccel with a schedule
-that reuses every second step; diffusers' group offload to disk, block by block. Seconds are those from the end of the
-first step to the end of the last one, per step; medians over the rounds. Before each step and each bare read the files are dropped from the
-page cache (posix_fadvise DONTNEED after fsync), so that each pass reads from the device; on a virtual machine the
-host may still hold them. Prints one JSON document and writes results/offload.json.
+which reading takes about as long as computing, and at one at which computing takes longer. In every round, in turn:
+all weights in memory; the bare read of what one pass moves (preadv into one buffer); diffaccel; diffaccel with a
+schedule that reuses every second step; diffusers' group offload to disk, block by block. Seconds are those from the
+end of the first step to the end of the last one, per step; medians over the rounds. Before each step and each bare
+read the files are dropped from the page cache (posix_fadvise DONTNEED after fsync), so that each pass reads from the
+device; the host of a virtual machine may still hold them. Prints one JSON document and writes results/offload.json.
 
     python benchmarks/offload.py [--rounds 3] [--out FILE]
 """
@@ -31,7 +31,7 @@ from diffusers.hooks import apply_group_offloading
 from diffaccel import accelerate, restore, testbed
 
 SIZES = {"36 tokens": 16, "176 tokens": 96}  # pixels
-BLOCKS, STEPS = 12, 8
+BLOCKS, STEPS = 12, 6
 ITEM = "offload.layerwise"
 SCHEDULE = {"cache": "schedule", "cache_steps": "10" * (STEPS // 2), "cache_min_steps": 0, "cache_last_steps": 0}
 
@@ -58,17 +58,20 @@ def drop(folder: Path) -> None:
 
 def per_step(pipe: Any, call: dict[str, Any], folder: Path) -> tuple[float, torch.Tensor]:
     """(seconds per step from the first step's end on, latents)."""
-    marks: list[float] = []
+    steps: list[float] = []
+    begun = 0.0
 
     def mark(pipe: Any, index: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        drop(folder)
-        marks.append(time.perf_counter())
+        nonlocal begun
+        steps.append(time.perf_counter() - begun)
+        drop(folder)  # not counted
+        begun = time.perf_counter()
         return {}
 
     drop(folder)
     generator = torch.Generator().manual_seed(0)
     latents = pipe(**call, generator=generator, callback_on_step_end=mark).images
-    return (marks[-1] - marks[0]) / (len(marks) - 1), latents
+    return sum(steps[1:]) / len(steps[1:]), latents
 
 
 def bare_read(folder: Path) -> float:
@@ -154,6 +157,7 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
             "every second step reused": last["half_hits_stats"]["bytes_moved"],
             "ratio": last["half_hits_stats"]["bytes_moved"] / last["offload_stats"]["bytes_moved"],
         },
+        "seconds waited per step": last["offload_stats"]["wait_s"] / STEPS,
         "disk GB/s while computing": last["offload_stats"].get("read_gb_s"),
         "bit-equal": {"offload": last["offload_equal"], "diffusers": last["diffusers_equal"]},
     }
@@ -172,7 +176,8 @@ def main() -> None:
         peer = diffusers_peer(Path(folder))
         for name, pixels in SIZES.items():
             sized = call | {"height": pixels, "width": pixels}
-            one_round(pipe, sized, peer)  # warms up
+            if not rows:
+                one_round(pipe, sized, peer)  # warms up
             rows[name] = summary([one_round(pipe, sized, peer) for _ in range(args.rounds)])
     size = sum(p.numel() * 4 for p in pipe.transformer.single_transformer_blocks[0].parameters())
     document = {

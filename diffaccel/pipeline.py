@@ -163,8 +163,9 @@ class Accelerated:
 
     def enable_vae_tiling(self, exact: bool = False, **sizes: Any) -> Any:
         """Decode (and encode) in parts. `exact=True`: strips that keep the picture but for rounding, keywords (mode,
-        max_bytes, rows, encode) are those of `memory.vae_exact.ExactVae`. Otherwise blended tiles, keywords (tile_height,
-        tile_width, stride_height, stride_width, in pixels) are those of `memory.vae_tiling.VaeTiling`."""
+        max_bytes, rows, encode) are those of `memory.vae_exact.ExactVae`. Otherwise blended tiles, keywords
+        (tile_height, tile_width, stride_height, stride_width in pixels, tile_frames, stride_frames) are those of
+        `memory.vae_tiling.VaeTiling`."""
         return _enable(self, "vae_tiling", "exact" if exact else "blended", sizes)
 
     def disable_vae_tiling(self) -> Any:

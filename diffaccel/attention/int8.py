@@ -8,11 +8,13 @@ keys; softmax and P·V stay in floating point. Unlike the paper, P·V is summed 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 BLOCK_QUERIES, BLOCK_KEYS = 128, 64  # as the paper's kernel
+CHUNK = 2**25  # numbers that are float32 at once while rounding: 128 MiB
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Quantized:
         values: [B, H, N, D] int8, contiguous.
         scales: [B, H, blocks] float32; values * scale is what was there (for Q: times softmax scale and log2 e).
         shift: of Q only: [B, H, N] float32, what smoothing K took from each row's scores (times the softmax scale);
-            None where K was not smoothed.
+            None where K was not smoothed, or nobody asked.
     """
 
     values: torch.Tensor
@@ -31,33 +33,49 @@ class Quantized:
     shift: torch.Tensor | None = None
 
 
-def per_block(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def per_block(x: torch.Tensor, block: int, mean: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric INT8 per `block` tokens of x [B, H, N, D]: (int8 [B, H, N, D], float32 scales [B, H, blocks]).
 
-    A block of zeros has scale 1 and stays zeros. Numbers that are not finite make the scale so, and the scores NaN.
+    `mean` [B, H, 1, D] is subtracted first. A block of zeros has scale 1 and stays zeros. Numbers that are not finite
+    make the scale so, and the scores NaN.
     """
-    x = x.float()
-    tokens = x.shape[2]
+    batch, heads, tokens, _ = x.shape
     blocks = -(-tokens // block)
-    padded = torch.nn.functional.pad(x, (0, 0, 0, blocks * block - tokens)).unflatten(2, (blocks, block))
-    scales = padded.abs().amax((3, 4)) / 127
-    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    values = (padded / scales[..., None, None]).round_().clamp_(-127, 127).nan_to_num_(0)
-    return values.to(torch.int8).flatten(2, 3)[:, :, :tokens].contiguous(), scales
+    values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scales = torch.empty(batch, heads, blocks, dtype=torch.float32, device=x.device)
+    for part in _heads_at_a_time(x):
+        piece = x[:, part].float()
+        if mean is not None:
+            piece = piece - mean[:, part]
+        piece = torch.nn.functional.pad(piece, (0, 0, 0, blocks * block - tokens)).unflatten(2, (blocks, block))
+        steps = piece.abs().amax((3, 4)) / 127
+        steps = torch.where(steps == 0, torch.ones_like(steps), steps)
+        rounded = (piece / steps[..., None, None]).round_().clamp_(-127, 127).nan_to_num_(0)
+        values[:, part] = rounded.flatten(2, 3)[:, :, :tokens].to(torch.int8)
+        scales[:, part] = steps
+    return values, scales
 
 
-def quantize(q: torch.Tensor, k: torch.Tensor, scale: float | None, smooth_k: bool) -> tuple[Quantized, Quantized]:
+def _heads_at_a_time(x: torch.Tensor) -> Iterator[slice]:
+    """So many heads that a float32 copy of them has about CHUNK numbers: all at once could double a model's memory."""
+    step = max(1, CHUNK * x.shape[1] // max(1, x.numel()))
+    return (slice(head, head + step) for head in range(0, x.shape[1], step))
+
+
+def quantize(
+    q: torch.Tensor, k: torch.Tensor, scale: float | None, smooth_k: bool, want_shift: bool = True
+) -> tuple[Quantized, Quantized]:
     """Q [B, H, Nq, D] and K [B, Hkv, Nk, D] in 8 bits; neither is written to."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
+    mean = k.mean(2, keepdim=True, dtype=torch.float32) if smooth_k else None
     shift = None
-    if smooth_k:
-        mean = k.float().mean(2, keepdim=True)
-        k = k.float() - mean
-        group = q.shape[1] // k.shape[1]
-        shift = (q.float() @ mean.repeat_interleave(group, 1).transpose(2, 3))[..., 0] * factor
+    if mean is not None and want_shift:
+        wide = mean.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3)
+        parts = [(q[:, part].float() @ wide[:, part])[..., 0] for part in _heads_at_a_time(q)]
+        shift = torch.cat(parts, 1) * factor
     values, scales = per_block(q, BLOCK_QUERIES)
-    k_values, k_scales = per_block(k, BLOCK_KEYS)
-    return Quantized(values, scales * (factor * math.log2(math.e)), shift), Quantized(k_values, k_scales)
+    scales = scales * (factor * math.log2(math.e))
+    return Quantized(values, scales, shift), Quantized(*per_block(k, BLOCK_KEYS, mean))
 
 
 def int8_attention_reference(
@@ -81,7 +99,7 @@ def int8_attention_reference(
     Returns:
         [B, H, Nq, D] in the dtype of q.
     """
-    q8, k8 = quantize(q, k, scale, smooth_k)
+    q8, k8 = quantize(q, k, scale, smooth_k, want_shift=return_lse)
     group = q.shape[1] // k.shape[1]
     keys = k8.values.float() * k8.scales.repeat_interleave(BLOCK_KEYS, 2)[:, :, : k.shape[2], None]
     keys, values = (x.repeat_interleave(group, 1) for x in (keys, v.float()))

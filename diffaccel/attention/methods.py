@@ -8,11 +8,12 @@ is its cap. density 1.0 is a plan that keeps everything, which kernels compute a
 from __future__ import annotations
 
 import dataclasses
+from functools import lru_cache
 from typing import Any
 
 from ..errors import InvalidOptionError, nearest, unknown
 from .geometry import Geometry
-from .masks.layout import BLOCK
+from .masks import radial
 from .method_parts import Method, Recommended
 from .methods_dynamic import SparseVideoGen, SparseVideoGen2, TopBlocks
 from .methods_static import Radial, SlidingTile
@@ -51,20 +52,23 @@ def make(name: str, **options: Any) -> Method:
     return method
 
 
-RADIAL_LEAST = 0.25  # "auto" takes radial attention where it can go down to this density
+RADIAL_LEAST = 0.3  # "auto" takes radial attention where it can go down to this density, unless told another
 
 
-def choose(geometry: Geometry) -> tuple[str, str]:
-    """(name of a method for this geometry, why), for method="auto": one that is made once and costs nothing then.
+@lru_cache(maxsize=64)
+def choose(geometry: Geometry, density: float | None = None) -> tuple[str, str]:
+    """(name of a method for this geometry, why), for method="auto".
 
     Radial attention keeps neighbouring frames and the sink whole and a band of a block's width elsewhere: with many
-    frames that is little. Where it is not, sliding tiles, which reach any density.
+    frames that is little, and at the same density it lost least on the video testbed. Where it cannot go down to
+    `density`, Sparse VideoGen, which came next there (benchmarks/sparse_attention.py) and reaches any density. A
+    single frame has no bands over frames: sliding tiles.
     """
-    f, sink = geometry.frames, geometry.frames if geometry.frame_sink else 0
-    near = 3 * f - 2
-    band = min(1.0, 2 * BLOCK / geometry.frame)
-    least = min(1.0, (near + sink + band * (f * f - near - sink)) / f**2)
-    size = f"{f} frames of {geometry.rows} x {geometry.columns}"
-    if f > 1 and least <= RADIAL_LEAST:
+    f = geometry.frames
+    size = f"{f} frame{'s' * (f != 1)} of {geometry.rows} x {geometry.columns}"
+    if f == 1:
+        return "sta", f"{size}: the other methods tell near from far by frames"
+    least = radial.least_density(geometry)
+    if least <= (RADIAL_LEAST if density is None else density):
         return "radial", f"{size}: bands that narrow with distance can go down to a density of {least:.2f}"
-    return "sta", f"{size}: radial attention would keep at least {least:.2f} of all pairs; tiles reach any density"
+    return "svg", f"{size}: radial attention would keep at least {least:.2f} of all pairs; svg reaches any density"

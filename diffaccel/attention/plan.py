@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Blocks:
     """How the tokens of one side are put in order and cut.
 
@@ -40,7 +40,7 @@ class Blocks:
         return cls(starts[: -(-tokens // block) + 1], order)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockPlan:
     """Which key blocks each query block attends to, for the heads that share this plan.
 
@@ -90,7 +90,7 @@ class BlockPlan:
         return float((each * columns[self.indices.long()]).sum() / (rows.sum() * columns.sum()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadPlans:
     """One plan for all heads, or several and which head uses which.
 

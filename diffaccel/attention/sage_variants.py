@@ -18,6 +18,7 @@ from ..core.compat import hub_kernel
 from .backends import SAGE
 from .calls import Inputs
 from .int8 import int8_attention_reference
+from .kernels.triton_sparse import on
 
 Kernel = Callable[..., Any]
 Answer = Any  # [B, Nq, H, D], or with inputs.lse also the log-sum-exp [B, H, Nq]
@@ -50,7 +51,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 def _version_1(kernel: Kernel, inputs: Inputs, smooth_k: bool) -> Answer:
     q, k, v = (_dense(x) for x in (inputs.q, inputs.k, inputs.v))
     if smooth_k:  # here rather than there, which would subtract from the caller's K, and in half precision
-        k = (k.float() - k.float().mean(1, keepdim=True)).to(k.dtype)
+        k = (k - k.mean(1, keepdim=True, dtype=torch.float32)).to(k.dtype)
     return kernel(q, k, v, tensor_layout="NHD", is_causal=inputs.causal, sm_scale=inputs.scale, smooth_k=False)
 
 
@@ -107,11 +108,16 @@ def attend(variant: str, kernel: Kernel, inputs: Inputs, valid: tuple[int, ...],
         return torch.cat(parts)
     n = valid[0]
     if n == keys:
-        return _RUN[variant](kernel, replace(inputs, mask=None), smooth_k)
+        return _launch(variant, kernel, replace(inputs, mask=None), smooth_k)
     rows = inputs.mask is not None and inputs.mask.shape[2] > 1  # padded queries are hidden as well
     cut = replace(inputs, mask=None, k=inputs.k[:, :n], v=inputs.v[:, :n], q=inputs.q[:, :n] if rows else inputs.q)
-    found = _RUN[variant](kernel, cut, smooth_k)
+    found = _launch(variant, kernel, cut, smooth_k)
     return torch.cat([found, _padded(inputs, n)], 1) if rows else found
+
+
+def _launch(variant: str, kernel: Kernel, inputs: Inputs, smooth_k: bool) -> Answer:
+    with on(inputs.q.device):
+        return _RUN[variant](kernel, inputs, smooth_k)
 
 
 def _sample(inputs: Inputs, i: int) -> Inputs:

@@ -240,11 +240,12 @@ class _Handler:
         """Samples with the same number of valid tokens, [B, H, N, D]; padded queries are computed as they were."""
         assert where.geometry is not None
         geometry = replace(where.geometry, text=valid - where.geometry.video)
-        plans = self._plan(where, geometry, q[:, :, :valid], k[:, :, :valid], rows, state)
+        q_valid, k_valid, v_valid = (x[:, :, :valid] for x in (q, k, v))
+        plans = self._plan(where, geometry, (q_valid, k_valid, v_valid, inputs.scale), rows, state)
         if plans is None:
             return None
         self._book(where, plans.density, state)
-        output = self.kernel.run(q[:, :, :valid], k[:, :, :valid], v[:, :, :valid], plans, scale=inputs.scale)
+        output = self.kernel.run(q_valid, k_valid, v_valid, plans, scale=inputs.scale)
         if valid == q.shape[2]:
             return output
         mask = inputs.mask
@@ -268,24 +269,16 @@ class _Handler:
     # ---- plans -----------------------------------------------------------------------------------------
 
     def _plan(
-        self, where: Where, geometry: Geometry, q: torch.Tensor, k: torch.Tensor, rows: slice, state: dict[str, Any]
+        self, where: Where, geometry: Geometry, tensors: tuple[Any, ...], rows: slice, state: dict[str, Any]
     ) -> HeadPlans | None:
         method = self._method(geometry)
-        name = type(method).__name__
         if getattr(method, "static", False):
-            known = (name, geometry)
-            if known not in self.plans:
-                self.plans[known] = method.plan(
-                    geometry, None, None, layer=where.layer, step=where.call.step, state={}
-                )
-                if len(self.plans) > KEPT_PLANS:
-                    self.plans.popitem(last=False)
-            self.plans.move_to_end(known)
-            return self.plans[known]
+            return self._kept_plan(method, where, geometry)
+        q, k, v, scale = tensors
         key = (where.call.component, where.call.branch, where.name, rows.start, geometry)
-        own = state["methods"].setdefault(key, {})
-        ask = method.plan if hasattr(method, "plan") else method
-        found = ask(geometry, q, k, layer=where.layer, step=where.call.step, state=own)
+        at = {"layer": where.layer, "step": where.call.step, "state": state["methods"].setdefault(key, {})}
+        config = hasattr(method, "plan")
+        found = method.plan(geometry, q, k, v=v, scale=scale, **at) if config else method(geometry, q, k, **at)
         if isinstance(found, BlockPlan):
             found = HeadPlans((found,))
         if found is not None and not isinstance(found, HeadPlans):
@@ -295,11 +288,21 @@ class _Handler:
             )
         return found
 
+    def _kept_plan(self, method: Any, where: Where, geometry: Geometry) -> HeadPlans | None:
+        """The plan of a method that looks at nothing but the geometry, made once for each."""
+        known = (type(method).__name__, geometry)
+        if known not in self.plans:
+            self.plans[known] = method.plan(geometry, None, None, layer=where.layer, step=where.call.step, state={})
+            if len(self.plans) > KEPT_PLANS:
+                self.plans.popitem(last=False)
+        self.plans.move_to_end(known)
+        return self.plans[known]
+
     def _method(self, geometry: Geometry) -> Any:
         lever = self.lever
         if not isinstance(lever.method, str):
             return lever.method
-        name = choose(geometry)[0] if lever.method == "auto" else lever.method
+        name = choose(geometry, lever.density)[0] if lever.method == "auto" else lever.method
         if name not in self.configs:
             own = {} if lever.density is None else {"density": lever.density}
             self.configs[name] = METHODS[name](**own)

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -163,10 +164,13 @@ def no_duck_shape() -> Any:
     return config.patch(use_duck_shape=False)
 
 
-def fake_tensors() -> Any:
-    """A context manager in which operations compute shapes only, on tensors without memory."""
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """In here operations compute shapes only, on tensors without memory; dispatch modes that are on see nothing."""
     fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
-    return fake.FakeTensorMode(allow_non_fake_inputs=True)
+    dispatch: Any = importlib.import_module("torch.utils._python_dispatch")
+    with dispatch._disable_current_modes(), fake.FakeTensorMode(allow_non_fake_inputs=True):
+        yield
 
 
 def vae_decode(vae: Any, z: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -236,6 +240,7 @@ def drift() -> list[str]:
     need(importlib.import_module("torch.fx.experimental._config"), "use_duck_shape", "patch")
     need(importlib.import_module("torch._dynamo.decorators"), "skip")
     need(importlib.import_module("torch._subclasses.fake_tensor"), "FakeTensorMode")
+    need(importlib.import_module("torch.utils._python_dispatch"), "_disable_current_modes")
     for name in ("AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderKLLTXVideo", "AutoencoderKL"):
         need(getattr(importlib.import_module("diffusers"), name), "_decode", "_encode")
     need(importlib.import_module("diffusers.loaders.single_file_model"), "SINGLE_FILE_LOADABLE_CLASSES")

@@ -1,1 +1,1 @@
-"""Memory: VAE tiling (this version), placement and offload (later)."""
+"""Memory: stages and blocks that take turns on the device, and VAE tiling."""

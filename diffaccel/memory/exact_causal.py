@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from ..core.compat import COMPILED, vae_decode, vae_encode
+from ..core.compat import COMPILED, REGISTRY, vae_decode, vae_encode
 from ..errors import InvalidOptionError, UnsupportedModelError
-from .causal_cost import Choice, choose
-from .causal_cuts import Reached, gates, reached
+from .causal_cost import Choice, choose, costs
+from .causal_cuts import Reached, gates, reached, weights_of
 from .detour import STUB, Detour, Untouched, stub
+from .inside import HF_HOOK
 from .strips import with_halo
 from .vae_layout import compression
 
@@ -56,6 +57,8 @@ def supports(vae: Any) -> str | None:
             return f"{name or 'the autoencoder'} is compiled, and a compiled graph runs past the cut"
         if module is not vae and (module._forward_hooks or module._forward_pre_hooks):
             return f"{name} carries a forward hook, which would see strips"
+        if module is not vae and (HF_HOOK in vars(module) or getattr(vars(module).get(REGISTRY), "hooks", None)):
+            return f"hooks move the weights of {name} (offload), and would once for every frame of every strip"
     try:
         for cut in range(len(blocks)):
             reached(vae, cut, False, _defaults(vae))
@@ -79,6 +82,12 @@ def peak_bytes(
 ) -> int:
     """Most bytes of tensors that `decode` (or `encode`) holds at once: the result counted, z and the weights not."""
     return _choice(vae, shape, rows, mode, itemsize, encode, _defaults(vae)).peak_bytes
+
+
+def plain_bytes(vae: Any, shape: Any, *, itemsize: int = 4, encode: bool = False) -> int:
+    """Most bytes of tensors that a plain decode (or encode) holds at once."""
+    more = {} if encode else _defaults(vae)
+    return costs(vae, tuple(shape), encode, more)[0].whole * itemsize // weights_of(vae)[0].itemsize
 
 
 def _choice(

@@ -8,7 +8,6 @@ with its attention over the whole map, which is small. The pictures of a batch g
 from __future__ import annotations
 
 import functools
-
 from collections.abc import Iterator
 from typing import Any
 

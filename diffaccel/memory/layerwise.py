@@ -17,11 +17,14 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
+from ..core.compat import unwrap_module
 from ..errors import BudgetError, IncompatibleError, InvalidOptionError, nearest
 from .division import Division, by_bytes, by_layers
 from .links import host_link
 from .overlap import token_sentence
+from .parcels import tensors_of
 from .parking import Parking
+from .parts import bytes_of, modules_of
 from .store import in_memory
 from .survey import Survey, compiled_whole, compute_device, other_offload, survey, work_per_token
 
@@ -75,6 +78,8 @@ class LayerwiseOffload:
             raise InvalidOptionError(f"offload_pin={self.pin!r}: must be True, False or None")
         if self.folder is not None and not isinstance(self.folder, (str, os.PathLike)):
             raise InvalidOptionError(f"offload_folder={self.folder!r}: must be a path, or None")
+        if self.folder is not None:
+            object.__setattr__(self, "folder", os.fspath(self.folder))  # a plan holds text
         if self.folder is not None and self.store != "disk":
             raise InvalidOptionError("offload_folder is for offload_store='disk'; the store is 'host'")
         if self.device is not None:
@@ -152,6 +157,16 @@ class LayerwiseOffload:
             return f"whether {what} keeps up shows in the report (wait_s, read_gb_s)"
         flops = sum(2.0 * work_per_token(block) for block, _ in seen.blocks)
         return token_sentence(split.moved_bytes, flops, link, target.hardware.name)
+
+    def peak_bytes(self, target: Target) -> int:
+        """The device memory that all weights of the pipeline need at most under this lever.
+
+        Raises:
+            BudgetError, IncompatibleError: as `check` refuses.
+        """
+        seen = survey(target)
+        whole = bytes_of(pair for _, module in modules_of(target.pipe) for pair in tensors_of(unwrap_module(module)))
+        return whole - seen.total_bytes + self.divide(seen).resident_bytes
 
     def predict(self, target: Target) -> Mapping[str, Any]:
         """Bytes, from the weights as they are."""

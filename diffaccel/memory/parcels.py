@@ -17,7 +17,7 @@ import torch
 from ..core.compat import host_edit
 from ..errors import IncompatibleError
 
-ALIGN = 64  # bytes: what CPU caches, vectorised loads and compiled kernels ask of an address
+ALIGN = 64  # bytes: kernels sum in another order where an address modulo this is another one
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -52,7 +52,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parcel:
-    """Some tensors laid out one behind the other, each chunk at a multiple of ALIGN; `nbytes` with the gaps."""
+    """Some tensors laid out one behind the other; `nbytes` with the gaps.
+
+    The offset of a chunk modulo ALIGN is that of the address it came from, so that kernels compute the same bits.
+    """
 
     slots: tuple[Slot, ...]
     chunks: tuple[Chunk, ...]
@@ -138,9 +141,10 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], home: torch.device | None 
             if (low - begin) % tensor.element_size():
                 raise IncompatibleError(f"{name} overlaps another tensor at an address that is not its own multiple")
             slots.append(Slot(name, tensor, len(chunks), low - begin, tensor.dtype, tensor.shape, tensor.stride()))
-        chunks.append(Chunk(offset, end - begin, _bytes(first, end - begin), home or first.device))
-        offset += aligned(end - begin)
-    return Parcel(tuple(slots), tuple(chunks), offset)
+        at = aligned(offset) + begin % ALIGN
+        chunks.append(Chunk(at, end - begin, _bytes(first, end - begin), home or first.device))
+        offset = at + end - begin
+    return Parcel(tuple(slots), tuple(chunks), aligned(offset))
 
 
 def _overlapping(rows: Iterable[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -95,6 +95,10 @@ class StageOffload:
             except (RuntimeError, TypeError) as error:
                 raise InvalidOptionError(f"offload_device={self.device!r}: {error}") from None
 
+    def params(self) -> dict[str, Any]:
+        """What a plan shows: all but what says nothing; lists, as a file holds them."""
+        return {**asdict(self), "keep": list(self.keep) or None}
+
     # ---- decisions, which touch nothing ----------------------------------------------------------------
 
     def compute_device(self, pipe: Any) -> torch.device:
@@ -174,10 +178,8 @@ class StageOffload:
             return why_not
         turns = ", one at a time" if placement.in_turn else ""
         limit = f", host at most {gib(peak.host_bytes)}" if kind != "cpu" else ""
-        return Verdict.yes(
-            f"stages take turns{turns}, the rest on {placement.store}: at most {gib(peak.device_bytes)} of {gib(whole)} "
-            f"of weights on the device ({peak.worst}){limit}"
-        )
+        weights = f"at most {gib(peak.device_bytes)} of {gib(whole)} of weights on the device ({peak.worst})"
+        return Verdict.yes(f"stages take turns{turns}, the rest on {placement.store}: {weights}{limit}")
 
     def _no_disk(self, count_bytes: int) -> Verdict | None:
         folder = Path(self.folder or tempfile.gettempdir())

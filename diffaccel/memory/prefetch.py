@@ -197,9 +197,10 @@ class Conveyor:
             started = time.perf_counter()
             if not block.intact():  # somebody gave it other tensors within the run
                 self.renew(block)
+                self._forget()
             buffer = self.held.get(block.index)
             if buffer is not None and buffer.versions != block.versions():
-                self.free.append(self._drop(block.index))  # written to since it was fetched
+                self._release(self._drop(block.index))  # written to since it was fetched
                 buffer = None
             if buffer is None:
                 buffer = self._fetch(block)
@@ -221,8 +222,7 @@ class Conveyor:
             self.held.pop(block.index, None)
             if self.lane is not None:
                 self.lane.leave(buffer)
-                if buffer in self.buffers:
-                    self.free.append(buffer)
+                self._release(buffer)
             self._ahead(block.component, block.index)
 
     # ---- buffers -------------------------------------------------------------------------------------------
@@ -267,6 +267,16 @@ class Conveyor:
                 return self._drop(index)
         return None
 
+    def _release(self, buffer: Buffer) -> None:
+        if buffer in self.buffers:  # others were for one use
+            self.free.append(buffer)
+
+    def _forget(self) -> None:
+        """Begin with new buffers: a block has become larger, perhaps."""
+        for index in [i for i in self.held if i not in self.busy]:
+            self._drop(index)
+        self.buffers, self.free = [], []
+
     def _drop(self, index: int) -> Buffer:
         buffer = self.held.pop(index)
         assert buffer.ready is not None
@@ -287,9 +297,9 @@ class Conveyor:
     def _ahead(self, component: str, index: int) -> None:
         """Fetch what comes after block `index` (-1: at the end of a call) into the buffers that are free."""
         call = self.call
-        if not self.prefetch or self.lane is None or call is None or undecided(self.listeners):
+        if not self.prefetch or self.lane is None or call is None or torch.is_grad_enabled():
             return
-        if torch.is_grad_enabled():
+        if undecided(self.listeners):
             return
         wanted = self._wanted(component, index)
         for block in wanted:

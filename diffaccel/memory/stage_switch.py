@@ -22,7 +22,7 @@ from .parts import is_text_encoder, modules_of, parts, units
 from .predict import MOMENTS
 from .store import DiskStore, HostStore
 from .text_cache import TextCache
-from .turns import Moved, Turns, Unit, trim
+from .turns import Moved, Turns, Unit, indexed, trim
 
 if TYPE_CHECKING:
     from .placement import StageOffload
@@ -32,7 +32,13 @@ HOOK = "offload.stage"
 # say) is seen by the modules inside, which bring their component in as well.
 METHODS = ("encode", "decode", "generate", "get_text_features", "get_image_features")
 _ABSENT = object()
-_HOLDERS: weakref.WeakKeyDictionary[torch.nn.Module, StageSwitch] = weakref.WeakKeyDictionary()
+# The switch lives as long as the hooks that call it; held here, it would keep its modules alive.
+_HOLDERS: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[StageSwitch]] = weakref.WeakKeyDictionary()
+
+
+def _switch(module: torch.nn.Module) -> StageSwitch | None:
+    found = _HOLDERS.get(unwrap_module(module))
+    return None if found is None else found()
 
 
 def _let_go(module: torch.nn.Module) -> None:
@@ -44,7 +50,7 @@ def holder(pipe: Any, keep: Collection[str]) -> str | None:
     for name, module in modules_of(pipe):
         if name in keep:
             continue
-        switch = _HOLDERS.get(unwrap_module(module))
+        switch = _switch(module)
         other = None if switch is None else switch.target.pipe
         if other is not None and other is not pipe:
             return name
@@ -53,7 +59,7 @@ def holder(pipe: Any, keep: Collection[str]) -> str | None:
 
 def attached(pipe: Any) -> bool:
     """Are components of this pipeline offloaded by stages now?"""
-    switches = [_HOLDERS.get(unwrap_module(module)) for _, module in modules_of(pipe)]
+    switches = [_switch(module) for _, module in modules_of(pipe)]
     return any(switch is not None and switch.target.pipe is pipe for switch in switches)
 
 
@@ -105,7 +111,7 @@ class StageSwitch:
         """Put every component away and watch for calls. Raises with nothing changed where that cannot be."""
         lever, pipe = self.lever, self.target.pipe
         for _, module in modules_of(pipe):
-            left = _HOLDERS.get(unwrap_module(module))
+            left = _switch(module)
             if left is not None and left.target.pipe is None:
                 left.take_off()  # of a pipeline that went without restore
         verdict = lever.check(self.target)
@@ -113,7 +119,7 @@ class StageSwitch:
             raise verdict.error(f"{lever.name}: {verdict.reason}")
         if lever.text_store is not None:
             self.cache = TextCache(self.cache.memory, FileStore(lever.text_store))
-        device = lever.compute_device(pipe)
+        device = indexed(lever.compute_device(pipe))
         placement, _ = lever.place(parts(pipe, self.target.spec, lever.keep), device.type)
         store = (
             DiskStore(lever.folder) if placement.store == "disk" else HostStore(lever.pin and device.type == "cuda")
@@ -163,7 +169,7 @@ class StageSwitch:
             link.around(functools.partial(self._forward, unit, name, module))
             self.links.append(link)
             self.undos.append(link.remove)
-            _HOLDERS[module] = self
+            _HOLDERS[module] = weakref.ref(self)
             self.undos.append(functools.partial(_let_go, module))
             for method in METHODS if unit.stage != "denoise" else ():
                 if callable(getattr(type(module), method, None)):
@@ -294,7 +300,7 @@ class StageSwitch:
         if strange is not None:
             moved_to = vars(pipe)[DEVICE] = strange
         if moved_to is not None:
-            self.turns.device = moved_to
+            self.turns.device = vars(pipe)[DEVICE] = indexed(moved_to)
 
     def begin_run(self, run: Run) -> None:
         """Put away what was loaded, replaced or moved since the last run."""
@@ -312,8 +318,11 @@ class StageSwitch:
         if self.turns is None:
             run.note(f"{self.lever.name} stood down: {self.why_not}")
         elif not self.depth:
-            with self.lock:
-                self._all_away()
+            try:
+                with self.lock:
+                    self._all_away()
+            except DiffaccelError as error:  # weights that changed and find no room: they stay in memory
+                run.note(f"{self.lever.name}: {error}")
 
     def stats(self, run: Run) -> dict[str, Any]:
         """Per moment: bytes brought in and written, seconds waited, the most weight bytes in; and the text cache."""

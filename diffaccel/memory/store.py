@@ -22,7 +22,7 @@ import torch
 
 from ..core.compat import host_edit
 from ..errors import BudgetError, DiffaccelError, InvalidOptionError
-from .parcels import Chunk, Parcel, Slot, aligned
+from .parcels import ALIGN, Chunk, Parcel, Slot
 
 try:
     import fcntl
@@ -75,7 +75,8 @@ class Box:
             slot = self.slots[index]
             at, nbytes, device = self.layout[slot.chunk]
             if slot.chunk not in fresh:
-                fresh[slot.chunk] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                lead = at % ALIGN
+                fresh[slot.chunk] = torch.empty(lead + nbytes, dtype=torch.uint8, device=device)[lead:]
                 fresh[slot.chunk].copy_(self.flat[at : at + nbytes])
             slot.tensor.data = slot.on(fresh[slot.chunk])
 
@@ -210,16 +211,21 @@ class DiskStore:
 def _header(parcel: Parcel, label: str) -> bytes:
     """A safetensors header as long as whole pages; the gaps between chunks are entries of their own."""
     entries: dict[str, Any] = {"__metadata__": {"made_by": "diffaccel layerwise offload", "block": label}}
-    ends = [chunk.offset for chunk in parcel.chunks[1:]] + [parcel.nbytes]
-    for index, (chunk, end) in enumerate(zip(parcel.chunks, ends, strict=True)):
+    at = 0
+    for index, chunk in enumerate(parcel.chunks):
+        _gap(entries, at, chunk.offset)
         name, dtype, shape = _entry(parcel, index, chunk)
-        stop = chunk.offset + chunk.nbytes
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [chunk.offset, stop]}
-        if end > stop:
-            entries[f"gap.{index}"] = {"dtype": "U8", "shape": [end - stop], "data_offsets": [stop, end]}
+        at = chunk.offset + chunk.nbytes
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [chunk.offset, at]}
+    _gap(entries, at, parcel.nbytes)
     text = json.dumps(entries).encode()
     padded = -(-(len(text) + 8) // PAGE) * PAGE - 8
     return padded.to_bytes(8, "little") + text.ljust(padded)
+
+
+def _gap(entries: dict[str, Any], begin: int, end: int) -> None:
+    if end > begin:
+        entries[f"gap.{begin}"] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
 
 
 def _entry(parcel: Parcel, index: int, chunk: Chunk) -> tuple[str, str, list[int]]:
@@ -235,11 +241,14 @@ def _write(path: Path, parcel: Parcel, head: bytes) -> str:
     digest = hashlib.blake2b(head, digest_size=16)
     with open(path, "xb") as file:
         file.write(head)
+        at = 0
         for chunk in parcel.chunks:
+            file.write(bytes(chunk.offset - at))
             data = chunk.source.cpu().numpy().data
             digest.update(data)
             file.write(data)
-            file.write(bytes(aligned(chunk.nbytes) - chunk.nbytes))
+            at = chunk.offset + chunk.nbytes
+        file.write(bytes(parcel.nbytes - at))
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()

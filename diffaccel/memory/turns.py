@@ -270,6 +270,13 @@ def _let_pages_go(box: Box) -> None:
         libc.madvise(ctypes.c_void_p(box.flat.data_ptr()), ctypes.c_size_t(box.nbytes), mmap.MADV_DONTNEED)
 
 
+def indexed(device: torch.device) -> torch.device:
+    """The device as tensors name it: "cuda" is the current one of several."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def trim() -> None:
     """Give memory that was freed back to the system, where the C library keeps it (glibc)."""
     if sys.platform == "linux":

@@ -153,10 +153,14 @@ def resolve(
     base, wishes = gather(fit(base, preset, target.spec.family, target.hardware, overrides), overrides)
     worst = min(Fidelity(budget.fidelity), Fidelity(base.fidelity or "lossy"), key=lambda f: f.rank)
     wishes, unneeded = judge(target, budget, wishes, isinstance(preset, Plan) or "offload" in overrides)
-    items: list[PlanItem] = [] if unneeded is None else [unneeded]
+    items: list[PlanItem] = []
     accelerators: list[Accelerator] = []
     wider, added, remarks = _ruled(wishes, target)
-    for key in in_order([k for k in wider if k in PLACES and wider[k] not in (None, False)]):
+    wanted = [k for k in wider if k in PLACES and wider[k] not in (None, False)]
+    for key in in_order([*wanted, *(["offload"] if unneeded is not None else [])]):
+        if key == "offload" and unneeded is not None:
+            items.append(unneeded)
+            continue
         item, accelerator, verdict = _decide(PLACES[key], wider, target, worst, budget)
         if strict and not verdict.ok and not verdict.satisfied and key not in added:
             raise verdict.error(f"{item.name}: {verdict.reason}")

@@ -85,7 +85,7 @@ def _cached(repo: str, component: str) -> Path | None:
         return None
 
 
-@dataclass
+@dataclass(eq=False)
 class Kept:
     """One original parameter. Where its bytes are elsewhere, the parameter itself is left empty."""
 
@@ -96,7 +96,7 @@ class Kept:
     wanted: str = ""  # hash, for "source"
 
 
-@dataclass
+@dataclass(eq=False)
 class Originals:
     """The originals of one model's quantized weights.
 

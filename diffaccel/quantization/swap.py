@@ -14,14 +14,14 @@ from .originals import Kept, Originals
 from .weights import tensor_bytes
 
 
-@dataclass
+@dataclass(eq=False)
 class _Swap:
     layer: nn.Module
     quantized: nn.Parameter
     kept: Kept
 
 
-@dataclass
+@dataclass(eq=False)
 class Swapped:
     """The quantized layers of one model."""
 

@@ -38,6 +38,7 @@ def constants(case: dict[str, Any], shape: Tile) -> dict[str, Any]:
     """Value of every constexpr argument."""
     found = {"HEAD_DIM": case["head_dim"], "WIDTH": width(case["head_dim"]), "TILE_M": shape.queries,
              "TILE_N": shape.keys, "UPCAST": False, "PRECISION": case.get("precision", "ieee")}  # fmt: skip
+    found |= dict.fromkeys(case.get("ones", ()), 1)  # Triton makes arguments that are 1 constants
     if case["kernel"] == "int8_attention":
         return found | {"BLOCK_Q": BLOCK_QUERIES}
     return found | {"ORDER_Q": case.get("order", True), "ORDER_K": case.get("order", True)}
@@ -46,7 +47,9 @@ def constants(case: dict[str, Any], shape: Tile) -> dict[str, Any]:
 def compiled(case: dict[str, Any]) -> dict[str, Any]:
     """One case, compiled down to machine code by the bundled ptxas."""
     kernel = getattr(triton_code, case["kernel"])
-    kind = {"int8_attention": "int8"}.get(case["kernel"], "four_bytes" if case["dtype"] == "float32" else "two_bytes")
+    wide = case["dtype"] == "float32"
+    kinds = {"int8_attention": ("int8", "int8_four_bytes"), "block_sparse": ("two_bytes", "four_bytes")}
+    kind = kinds[case["kernel"]][wide]
     capability = tuple(case["capability"])
     shape = Tile(*case["tile"]) if "tile" in case else tile(kind, capability)
     fixed = constants(case, shape)

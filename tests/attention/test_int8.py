@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from diffaccel.attention import int8
 from diffaccel.attention.int8 import BLOCK_KEYS, int8_attention_reference, per_block, quantize
 
 from .cases import relative_l1, tensors, truth, with_outliers
@@ -24,6 +25,14 @@ def test_rounding_is_within_half_a_step(tokens: int) -> None:
     assert ((values * steps - x).abs() <= steps * 0.5001).all()
     assert values.abs().amax((1, 2, 3)).eq(127).all(), "the whole range is used"
     assert torch.equal(x, before)
+
+
+def test_a_few_heads_at_a_time_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors((2, 4, 150, 64))
+    whole = int8_attention_reference(q, k[:, :2], v[:, :2], return_lse=True)
+    monkeypatch.setattr(int8, "CHUNK", 150 * 64 * 3)
+    parts = int8_attention_reference(q, k[:, :2], v[:, :2], return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:

@@ -151,10 +151,25 @@ def test_the_choice_goes_by_geometry_and_says_why() -> None:
         "wan 720p": Geometry(21, 45, 80, frame_sink=True),
         "hunyuan 129 frames": Geometry(33, 45, 80, text=256),
         "long": Geometry(128, 45, 80),
-        "short": Geometry(3, 8, 8),
+        "short": Geometry(8, 16, 16),
         "one frame": Geometry(1, 64, 64),
     }.items():
         name, why = choose(geometry)
-        assert name in METHODS and METHODS[name].static and len(why) > 20
+        assert name in METHODS and f"{geometry.rows} x {geometry.columns}" in why
         names[label] = name
-    assert names["long"] == "radial" and names["one frame"] == names["short"] == "sta"
+    assert names == {
+        "wan 720p": "radial",
+        "hunyuan 129 frames": "radial",
+        "long": "radial",
+        "short": "svg",
+        "one frame": "sta",
+    }
+    assert choose(Geometry(21, 45, 80), density=0.1)[0] == "svg"  # less than radial attention can do there
+    assert choose(Geometry(128, 45, 80), density=0.11)[0] == "radial"
+
+
+@pytest.mark.parametrize("geometry", [Geometry(21, 45, 80, frame_sink=True), Geometry(33, 48, 80), LONG], ids=str)
+def test_the_least_density_that_the_choice_goes_by_is_the_real_one(geometry: Geometry) -> None:
+    told = float(choose(geometry, density=1.0)[1].split()[-1])
+    real = make("radial", density=0.01).build(geometry).density
+    assert told == round(real, 2)

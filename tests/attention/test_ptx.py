@@ -42,9 +42,9 @@ def fits(found: dict[str, Any], tensor: bool = True) -> None:
 
 def test_block_sparse_and_int8_in_half_precision(tmp_path: Path) -> None:
     cases = [{"kernel": "block_sparse", "capability": c, "dtype": "bfloat16", "head_dim": 128} for c in TILES]
-    cases += [
-        {"kernel": "int8_attention", "capability": c, "dtype": "bfloat16", "head_dim": 128} for c in ((8, 9), (9, 0))
-    ]
+    eight = {"kernel": "int8_attention", "dtype": "bfloat16", "head_dim": 128}
+    cases += [eight | {"capability": (8, 9)}, eight | {"capability": (9, 0), "ones": ["group", "heads", "k_blocks"]}]
+    cases[0] |= {"ones": ["group"]}
     # The negative control: the tile of an H100 in float32 does not go into a 4090.
     large = {"kernel": "block_sparse", "capability": (8, 9), "dtype": "float32", "head_dim": 128, "precision": "tf32"}
     *good, bad = compiled([*cases, large | {"tile": (128, 64, 8, 3), "order": False}], tmp_path)

@@ -46,6 +46,10 @@ def test_broken_inputs_are_not_hidden(interpreted: dict[str, Any]) -> None:
     assert interpreted["not_a_number"] == {"rows": [5], "others": True}
 
 
+def test_a_plan_that_keeps_nothing(interpreted: dict[str, Any]) -> None:
+    assert interpreted["no_keys_at_all"] == {"zero": True, "lse": True}
+
+
 # ---- the lists ------------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from diffaccel.attention.calls import Inputs
 from diffaccel.attention.int8 import int8_attention_reference
 from diffaccel.attention.kernels import torch_plan, triton_sparse
 from diffaccel.attention.kernels.triton_int8 import int8_attention
+from diffaccel.attention.plan import BlockPlan, HeadPlans
 from diffaccel.attention.sage_variants import attend, load
 from tests.attention.cases import (
     full_plan,
@@ -102,6 +103,16 @@ def not_a_number() -> dict[str, Any]:
     out = triton_sparse.block_sparse(q, k, v, full_plan(80))
     bad = torch.isnan(out).all(-1)[0, 0]
     return {"rows": bad.nonzero()[:, 0].tolist(), "others": bool(torch.isfinite(out[0, 0][~bad]).all())}
+
+
+@case
+def no_keys_at_all() -> dict[str, Any]:
+    """A plan that keeps nothing."""
+    q, k, v = tensors((1, 1, 80, 64))
+    even = full_plan(80).plans[0].queries
+    nothing = BlockPlan.of_mask(torch.zeros(even.count, even.count, dtype=torch.bool), even, even)
+    out, lse = triton_sparse.block_sparse(q, k, v, HeadPlans((nothing,)), return_lse=True)
+    return {"zero": not out.any(), "lse": bool(torch.isneginf(lse).all())}
 
 
 @case

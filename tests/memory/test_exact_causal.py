@@ -138,7 +138,7 @@ def test_every_cut_decodes_as_plain(name: str, frames: int) -> None:
                 assert (spoilt_by - whole).abs().max() > 1e-3, "the test shows nothing"
 
 
-@pytest.mark.parametrize("name", ["qwen", "wan"])
+@pytest.mark.parametrize("name", ["wan"])
 def test_decode_chooses_a_cut_and_is_bit_equal(name: str) -> None:
     vae = build(name)
     z = noise(2, 4, 2, 33, 3)
@@ -150,21 +150,22 @@ def test_decode_chooses_a_cut_and_is_bit_equal(name: str) -> None:
     assert len(cuts) > 1, "nothing was cut"
 
 
-@pytest.mark.parametrize("frames", [1, 9])
-@pytest.mark.parametrize("name", sorted(set(BUILD) - set(NOT_ENCODED)))
+@pytest.mark.parametrize(
+    ("name", "frames"), [("wan", 1), *((name, 9) for name in sorted(set(BUILD) - set(NOT_ENCODED)))]
+)
 def test_encode_gives_the_moments_of_plain(name: str, frames: int) -> None:
     vae = build(name)
     ratio = vae.spatial_compression_ratio
     rest = 0 if name in ("ltx", "wan22", "hunyuan15") else 3  # these take whole latents only
-    for size in ((21 * ratio + rest, 2 * ratio), (2 * ratio, 23 * ratio + rest)):
+    for size in ((24 * ratio + rest, ratio), (ratio, 17 * ratio + rest)):
         x = noise(1, 3, frames, *size).clamp(-1, 1)
         moments = type(vae)._encode(vae, x)
-        for rows in (3, 8):
+        for rows in (2,):
             with LiveBytes() as live:
                 got = exact_causal.encode(vae, x, rows=rows, mode="low")
             assert got.shape == moments.shape and (got - moments).abs().max() <= 2e-6, (size, rows)
             shape = tuple(x.shape)
-            assert rows == 8 or choose(vae, shape, rows, "low", 4, True, {}).cut == 0, "nothing was cut"
+            assert size[0] == ratio or choose(vae, shape, rows, "low", 4, True, {}).cut == 0, "nothing was cut"
             said = exact_causal.peak_bytes(vae, shape, rows=rows, mode="low", encode=True)
             assert live.peak_bytes <= 1.02 * said
 
@@ -189,7 +190,7 @@ def test_the_trained_one() -> None:
 # ---- bytes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["wan", "wan22", "ltx", "hunyuan15"])
+@pytest.mark.parametrize("name", ["wan", "wan22", "ltx"])
 def test_it_holds_what_was_said(name: str) -> None:
     vae = build(name)
     shape = (1, 4, 5, 60, 3)
@@ -204,6 +205,14 @@ def test_it_holds_what_was_said(name: str) -> None:
         said = exact_causal.peak_bytes(vae, shape, rows=8, mode=mode)
         assert 0.85 * said <= strip.peak_bytes <= said, mode
     assert strip.peak_bytes < 0.8 * live.peak_bytes
+
+
+def test_where_no_cut_saves_anything_none_is_made() -> None:
+    """HunyuanVideo 1.5 attends over all frames at once: with so narrow up blocks that is the peak."""
+    vae = build("hunyuan15")
+    shape = (1, 4, 5, 60, 3)
+    assert choose(vae, shape, 8, "low", 4, False, {}).cut is None
+    assert exact_causal.peak_bytes(vae, shape, rows=8, mode="low") == exact_causal.peak_bytes(vae, shape, rows=60)
 
 
 def test_lower_strips_never_promise_more() -> None:
@@ -247,6 +256,13 @@ def test_what_is_not_known_is_refused() -> None:
     vae = build("ltx")
     vae.decoder.conv_out.register_forward_hook(lambda *args: None)
     assert "carries a forward hook" in str(exact_causal.supports(vae))
+
+
+def test_offload_within_the_vae_is_refused() -> None:
+    """Hooks would fetch the weights for every frame of every strip; and a run for sizes must not move them."""
+    vae = build("ltx")
+    vae.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
+    assert "offload" in str(exact_causal.supports(vae))
 
 
 def test_noise_of_the_size_of_the_map_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffaccel import Budget, accelerate, attach, plan, restore
+from diffaccel import Budget, Plan, accelerate, attach, plan, restore
 from diffaccel.errors import BudgetError, DiffaccelError, IncompatibleError, InvalidOptionError
 from diffaccel.memory.stage_switch import Seen
 from diffaccel.memory.turns import Unit
@@ -32,21 +33,29 @@ def staged(family: str = "flux", **options: Any) -> Any:
     return accelerate(tiny.build(family), None, strict=True, offload="stage", **parameters)
 
 
-def away(module: torch.nn.Module) -> bool:
-    """Do all its weights lie in a mapped file? Asked of the system, not of us."""
+def mapped_files() -> list[tuple[int, int]]:
+    """Where files are mapped into this process: asked of the system, not of us."""
     files = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split()
         if len(fields) > 5 and fields[5].startswith("/"):
             low, high = fields[0].split("-")
             files.append((int(low, 16), int(high, 16)))
-    found = {any(low <= p.data_ptr() < high for low, high in files) for p in module.parameters() if p.numel()}
+    return files
+
+
+def away(module: torch.nn.Module, files: list[tuple[int, int]]) -> bool:
+    """Do its weights lie in a mapped file? A first and a last one are asked; mixtures are an error."""
+    tensors = [p for p in module.parameters() if p.numel()]
+    found = {any(low <= p.data_ptr() < high for low, high in files) for p in (tensors[0], tensors[-1])}
+    assert len(found) == 1, "half of a component is away"
     return found == {True}
 
 
 def inside(pipe: Any) -> set[str]:
     """Names of the components that are in memory."""
-    return {name for name, module in tiny.component_modules(pipe) if not away(module)}
+    files = mapped_files()
+    return {name for name, module in tiny.component_modules(pipe) if not away(module, files)}
 
 
 def leaf(module: torch.nn.Module) -> torch.nn.Module:
@@ -270,16 +279,22 @@ def test_an_adapter_on_a_text_encoder() -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-            pipe.text_encoder.add_adapter(config)
+            peft.inject_adapter_in_model(config, pipe.text_encoder)
+
+    def layers(pipe: Any) -> list[Any]:
+        return [child for child in pipe.text_encoder.modules() if hasattr(child, "lora_A")]
 
     def scale(pipe: Any) -> None:
-        for child in pipe.text_encoder.modules():
-            if hasattr(child, "scaling"):
-                child.scaling["default"] = 3.0
+        for layer in layers(pipe):
+            layer.scaling["default"] = 3.0
+
+    def disable(pipe: Any) -> None:
+        for layer in layers(pipe):
+            layer.enable_adapters(False)
 
     pipe, twin = staged("flux"), tiny.build("flux")
     seen = [tiny.run(pipe, "flux")]
-    for change in (adapt, scale, lambda each: each.text_encoder.disable_adapters()):
+    for change in (adapt, scale, disable):
         for each in (pipe, twin):
             change(each)
         seen.append(tiny.run(pipe, "flux"))
@@ -417,7 +432,7 @@ def test_cast_and_replaced_components() -> None:
         each.to(torch.float64)
         each.vae = tiny.build("flux", seed=1).vae.to(torch.float64)
     assert torch.equal(tiny.run(pipe, "flux"), tiny.run(twin, "flux")) and inside(pipe) == set()
-    assert not away(old)
+    assert not away(old, mapped_files())
 
 
 def test_tied_weights_stay_tied() -> None:
@@ -596,11 +611,22 @@ def test_auto_takes_stages_where_weights_do_not_fit() -> None:
         plan(pipe, "auto", budget=Budget(memory_gib=least * 0.9))
     with pytest.raises(BudgetError, match=r"offload='stage' would fit"):
         plan(pipe, None, budget=Budget(memory_gib=least * 1.05))
+    with pytest.raises(BudgetError, match=r"offload.layerwise needs"):
+        plan(pipe, None, budget=Budget(memory_gib=whole * 0.2), offload="layerwise", offload_store="disk")
     accelerate(pipe, "auto", budget=Budget(memory_gib=least * 1.05), cache=None)
     tiny.run(pipe, "flux")
     assert stats(pipe)["denoise_peak_bytes"] <= least * 1.05 * GIB
     pipe.enable_attention("native")
     assert ITEM in pipe.acceleration.plan.enabled, "the decision stays while other levers change"
+
+
+def test_a_plan_is_a_file() -> None:
+    """A plan with stages survives JSON and TOML, and puts them on again where it is given as the preset."""
+    made = plan(tiny.build("flux"), None, offload="stage", offload_keep=("vae",), offload_in_turn=True)
+    assert Plan.from_dict(json.loads(json.dumps(made.to_dict()))) == made == Plan.from_toml(made.to_toml())
+    pipe = accelerate(tiny.build("flux"), made)
+    assert pipe.acceleration.plan.item(ITEM).params == made.item(ITEM).params
+    assert torch.equal(tiny.run(pipe, "flux"), plain("flux"))
 
 
 def test_a_tight_budget_makes_encoders_take_turns() -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from diffaccel import BudgetError, DiffaccelError, IncompatibleError, InvalidOptionError
 from diffaccel.memory.parcels import ALIGN, pack, shared_between, tensors_of
-from diffaccel.memory.store import FOLDER_PREFIX, Box, DiskStore, HostStore
+from diffaccel.memory.store import FOLDER_PREFIX, Box, DiskStore, HostStore, in_memory
 
 
 class Oddities(torch.nn.Module):
@@ -56,7 +56,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 
 def fetched(box: Box) -> torch.Tensor:
     """All bytes of a box, as a read brings them."""
-    found = torch.empty(box.nbytes, dtype=torch.uint8)
+    found = torch.zeros(box.nbytes, dtype=torch.uint8)
     box.read(memoryview(found.numpy()))
     return found
 
@@ -67,7 +67,7 @@ def test_every_form_comes_back(store: Any) -> None:
     before = looks(module)
     parcel = pack(tensors_of(module))
     assert len({id(slot.tensor) for slot in parcel.slots}) == len(parcel.slots) == 10
-    assert all(chunk.offset % ALIGN == 0 for chunk in parcel.chunks)
+    assert all(chunk.offset % ALIGN == chunk.source.data_ptr() % ALIGN for chunk in parcel.chunks)
     box = store.put(parcel, "odd")
     assert looks(module) == before
     assert not any(box.holds(i) for i in range(len(box.slots)))
@@ -80,6 +80,24 @@ def test_every_form_comes_back(store: Any) -> None:
     assert module.view[1, 0] == 42.0 and module.overlap[1] == 42.0
     module.view.data[1, 0] = before[3][5][1][0]
     assert looks(module) == before
+    box.close()
+
+
+def test_addresses_keep_their_remainder(store: Any) -> None:
+    """Stored, brought in and brought back, a weight lies as far from a multiple of 64 as it did: kernels care."""
+    layer = torch.nn.Linear(16, 16)
+    whole = torch.randn(16 * 16 + 5)
+    layer.weight.data = whole[5:].view(16, 16)
+    before = layer.weight.data_ptr() % ALIGN
+    assert before == 20
+    box = store.put(pack(tensors_of(layer)), "layer")
+    box.park()
+    assert layer.weight.data_ptr() % ALIGN == before
+    buffer = torch.empty(box.nbytes, dtype=torch.uint8)
+    views = [slot.on(buffer, box.layout[slot.chunk][0]) for slot in box.slots]
+    assert {view.data_ptr() % ALIGN for view in views} == {before, layer.bias.data_ptr() % ALIGN}
+    box.give_back()
+    assert layer.weight.data_ptr() % ALIGN == before and torch.equal(layer.weight, whole[5:].view(16, 16))
     box.close()
 
 
@@ -196,6 +214,13 @@ def test_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidOptionError, match=r"offload_folder=.*cannot write there"):
         DiskStore(tmp_path / "file" / "below")
+
+
+def test_memory_file_systems_are_known(tmp_path: Path) -> None:
+    """/dev/shm is memory; an ordinary folder is not."""
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("no /dev/shm here")
+    assert in_memory("/dev/shm/below") and not in_memory("/proc/self")
 
 
 # ---- what cannot be moved, and what is shared --------------------------------------------------------------

@@ -134,7 +134,7 @@ def block_sparse(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention over the kept blocks of `plans`; arguments and result as `kernels.triton_sparse.block_sparse`.
 
-    `compiled` of None compiles on CUDA (the first call with a shape compiles; not run on a GPU by us) and not on a CPU,
+    `compiled` of None compiles on CUDA (at the first call with a shape; not run on a GPU by us) and not on a CPU,
     where compiling takes half a minute and cannot return the log-sum-exp.
 
     Raises:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Most shared memory one thread block may ask for, by compute capability: CUDA programming guide, table of technical
-# specifications per compute capability.
+# Most shared memory one thread block may ask for, by compute capability: NVIDIA's tuning guides for Ampere, Ada,
+# Hopper and Blackwell.
 SHARED_BYTES = {
     (8, 0): 163 * 1024,
     (8, 6): 99 * 1024,
@@ -31,10 +31,13 @@ class Tile:
     stages: int
 
 
-_WIDE = {"two_bytes": Tile(128, 64, 8, 3), "four_bytes": Tile(64, 32, 4, 2), "int8": Tile(128, 64, 8, 3)}
-_SMALL = {"two_bytes": Tile(128, 64, 8, 3), "four_bytes": Tile(64, 32, 4, 2), "int8": Tile(128, 64, 8, 2)}
+# Two steps of 16-bit keys and values in flight need three stages, and go into 99 KB; of float32 they do not.
+_HALF = {"two_bytes": Tile(128, 64, 8, 3), "four_bytes": Tile(64, 32, 4, 2), "int8": Tile(128, 64, 8, 3)}
+_WIDE = _HALF | {"int8_four_bytes": Tile(128, 64, 8, 3)}
+_SMALL = _HALF | {"int8_four_bytes": Tile(128, 64, 8, 2)}
 
-# By compute capability; "int8" is the 8-bit kernel, the others are the block-sparse one by size of the numbers.
+# By compute capability. "int8" is the 8-bit kernel, the others are the block-sparse one; the bytes are those of a
+# number (of V in the 8-bit kernel).
 TILES: dict[tuple[int, int], dict[str, Tile]] = {
     (8, 0): _WIDE,
     (8, 6): _SMALL,

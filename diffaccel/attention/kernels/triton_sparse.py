@@ -6,8 +6,10 @@ for its size (tests/attention/).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
+from typing import Any
 
 import torch
 
@@ -39,12 +41,19 @@ def lacks(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None
 
 
 def interpreted() -> bool:
-    """Whether Triton runs in its interpreter (TRITON_INTERPRET=1), on tensors of any device."""
+    """Whether Triton runs our kernels in its interpreter (TRITON_INTERPRET=1), on tensors of any device."""
     if importlib.util.find_spec("triton") is None:
         return False
-    import triton
+    from triton import JITFunction
 
-    return bool(triton.knobs.runtime.interpret)
+    from . import triton_code
+
+    return not isinstance(triton_code.block_sparse, JITFunction)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -104,19 +113,20 @@ def block_sparse(
 
     unused = lists.rows
     launch = triton_code.block_sparse[(lists.longest, batch * heads)]
-    launch(
-        q, k, v, out, lse,
-        lists.rows, lists.keys, lists.plans, lists.assign,
-        unused if lists.query_order is None else lists.query_order,
-        unused if lists.key_order is None else lists.key_order,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        heads, heads // k.shape[1], queries, k.shape[2],
-        (dim**-0.5 if scale is None else scale) * math.log2(math.e),
-        HEAD_DIM=dim, WIDTH=width(dim), TILE_M=shape.queries, TILE_N=shape.keys,
-        ORDER_Q=lists.query_order is not None, ORDER_K=lists.key_order is not None,
-        UPCAST=interpreted(), PRECISION=precision(q.dtype),
-        num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
+    with on(q.device):
+        launch(
+            q, k, v, out, lse,
+            lists.rows, lists.keys, lists.plans, lists.assign,
+            unused if lists.query_order is None else lists.query_order,
+            unused if lists.key_order is None else lists.key_order,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+            heads, heads // k.shape[1], queries, k.shape[2],
+            (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+            HEAD_DIM=dim, WIDTH=width(dim), TILE_M=shape.queries, TILE_N=shape.keys,
+            ORDER_Q=lists.query_order is not None, ORDER_K=lists.key_order is not None,
+            UPCAST=interpreted(), PRECISION=precision(q.dtype),
+            num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
     return (out, lse) if return_lse else out
 
 

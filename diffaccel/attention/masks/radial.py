@@ -130,6 +130,12 @@ def token_mask(
     return mask
 
 
+def least_density(geometry: Geometry, *, block: int = BLOCK) -> float:
+    """The density at the least decay, with the sink as the family has it."""
+    kept = block_map(geometry, decay=2.0 ** (DECAYS[0] / DECAY_STEPS), block=block, sink=geometry.frame_sink)
+    return density_of(kept.fill_diagonal_(True), geometry.tokens, block)
+
+
 def decay_for(
     geometry: Geometry,
     density: float,

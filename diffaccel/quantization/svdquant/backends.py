@@ -73,13 +73,13 @@ def hub_kernels() -> bool:
     return yes and importlib.util.find_spec("kernels") is not None
 
 
-def choose(wanted: str, precision: str, hardware: Hardware) -> Chosen | str:
-    """The backend for a machine, or why the wanted one cannot be."""
+def choose(wanted: str, precision: str, hardware: Hardware, dtype: str = "bfloat16") -> Chosen | str:
+    """The backend for a machine and a model of this dtype, or why the wanted one cannot be."""
     if wanted not in BACKENDS:
         raise InvalidOptionError(f"backend={wanted!r}: {nearest(wanted, BACKENDS)}")
     if wanted == TORCH:
         return Chosen(TORCH, "", "computed by torch on dequantized weights: saves memory, not time")
-    source, why_not = _nunchaku(precision, hardware)
+    source, why_not = _nunchaku(precision, hardware, dtype)
     if wanted == NUNCHAKU:
         return Chosen(NUNCHAKU, source, f"nunchaku's kernels ({source})") if source else why_not
     if wanted == AUTO and source:
@@ -111,7 +111,7 @@ def _no_triton(hardware: Hardware) -> str:
     return ""
 
 
-def _nunchaku(precision: str, hardware: Hardware) -> tuple[str, str]:
+def _nunchaku(precision: str, hardware: Hardware, dtype: str) -> tuple[str, str]:
     """(source of kernels that fit, or "") and why there are none."""
     if hardware.kind != "cuda":
         return "", f"nunchaku's kernels need an NVIDIA GPU, and this is {hardware}"
@@ -120,21 +120,24 @@ def _nunchaku(precision: str, hardware: Hardware) -> tuple[str, str]:
         return "", (
             f"nunchaku has no kernels for Hopper ({hardware} has no 4-bit matrix units): enable_fp8() is fast there"
         )
+    halves = ("float16",) if capability < (8, 0) else ("float16", "bfloat16")
+    bad = f"nunchaku's kernels compute in {' or '.join(halves)} on {hardware}, and the model is {dtype}"
+    bad = "" if dtype in halves else bad
     which = installed_nunchaku()
     fits = {source: capability in table[precision] for source, table in CAPABLE.items()}
-    if which == REAL and fits["package"]:
-        return "package", ""
-    if fits["hub"] and hub_kernels():
-        return "hub", ""
-    if not fits["package"] and not fits["hub"]:
-        other = "nvfp4" if precision == "int4" else "int4"
-        hint = f"; there are for precision={other!r}" if capability in CAPABLE["hub"][other] else ""
-        return "", f"nunchaku has no {precision} kernels for {hardware} (compute capability {capability}){hint}"
-    if which == OTHER:
+    package, hub = which == REAL and fits["package"], fits["hub"] and hub_kernels()
+    if package or hub:
+        return ("", bad) if bad else ("package" if package else "hub", "")
+    if which == OTHER and fits["package"]:
         return "", CLASH
-    if which == REAL:
-        return "", f"the installed nunchaku has no {precision} kernels for {hardware}"
-    return "", (
+    if not fits["package"]:
+        other = "nvfp4" if precision == "int4" else "int4"
+        hint = (
+            f"; its wheels have {other} ones: precision={other!r}" if capability in CAPABLE["package"][other] else ""
+        )
+        maybe = f"; those of the hub would fit (pip install kernels, {TRUST}=true)" if fits["hub"] else ""
+        return "", f"nunchaku's wheels have no {precision} kernels for {hardware} ({capability}){hint}{maybe}"
+    return "", bad or (
         "nunchaku is not installed (wheels: https://github.com/nunchaku-ai/nunchaku/releases; not the PyPI package of "
         f"this name), nor are kernels from the hub allowed (pip install kernels, {TRUST}=true)"
     )

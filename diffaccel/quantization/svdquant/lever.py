@@ -133,7 +133,7 @@ class SvdQuant:
             precision = _precision(source) or self.precision
         except InvalidOptionError as error:
             return Verdict.no(str(error), InvalidOptionError)
-        chosen = choose(self.backend, precision, target.hardware)
+        chosen = choose(self.backend, precision, target.hardware, _dtype(target))
         if isinstance(chosen, str):
             return Verdict.refuse(chosen, IncompatibleError)
         try:
@@ -181,6 +181,12 @@ def _precision(source: Any) -> str | None:
     if isinstance(source, Checkpoint):
         return source.header.precision
     return None if source is None else source.precision()
+
+
+def _dtype(target: Target) -> str:
+    """The dtype of the main denoiser, without "torch."."""
+    module = getattr(target.pipe, target.spec.denoisers[0], None)
+    return str(getattr(module, "dtype", torch.bfloat16)).removeprefix("torch.")
 
 
 def _held(target: Target, todo: list[Work]) -> str | None:
@@ -247,7 +253,7 @@ class _Attached:
         if not verdict.ok:
             raise verdict.error(f"{lever.name}: {verdict.reason}")
         source = lever.source()
-        chosen = choose(lever.backend, _precision(source) or lever.precision, target.hardware)
+        chosen = choose(lever.backend, _precision(source) or lever.precision, target.hardware, _dtype(target))
         assert isinstance(chosen, Chosen)
         todo = works(target.pipe, target.spec, lever.settings())
         dtypes = {p.dtype for work in todo for p in work.module.parameters()}

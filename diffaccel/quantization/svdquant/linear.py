@@ -53,6 +53,7 @@ class State:
         backend: name of who computes it.
         run: (layer, input) -> output.
         presented: the dtype that the model was, or has been cast to since.
+        factors: the dtype of the layer's own branch.
         branches: the extra branches, in the order of their rows.
         kernel_layout: qweight lies as nunchaku's kernels read it (see `packing`).
         packed: what such a backend keeps besides, for a dtype and device.
@@ -62,6 +63,7 @@ class State:
     backend: str
     run: Runner
     presented: torch.dtype
+    factors: torch.dtype
     branches: dict[str, Branch] = field(default_factory=dict)
     kernel_layout: bool = False
     packed: tuple[Any, list[dict[str, Tensor]]] | None = None
@@ -83,13 +85,15 @@ class NoWeight(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise IncompatibleError(
             f"{func} on the weight of a layer that svdquant has quantized: there is none. LoRAs go beside it "
             "(with_extra_branch), not into it; disable_quantization() gives the weight back"
         )
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"NoWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
@@ -164,7 +168,7 @@ class SvdQuantLinear(nn.Linear):
         The branch reads x as it is. It is put beside the layer's own one: same kernel, more rank.
 
         Args:
-            down: [r, in_features], up: [out_features, r]; kept in the dtype of the layer's own branch.
+            down: [r, in_features], up: [out_features, r]; kept in the dtype of the model, at least 16 bits.
 
         Raises:
             InvalidOptionError: the shapes do not fit.
@@ -177,11 +181,11 @@ class SvdQuantLinear(nn.Linear):
                 f"{self.in_features}) and ({self.out_features}, r)"
             )
         self.without_extra_branch(name)
-        own = self.proj_down
+        own = self.proj_down.to(torch.promote_types(self.svdq.factors, self.svdq.presented))
         scale = torch.full((len(down),), float(strength), device=own.device)
         self._set_branch(
             torch.cat((own, down.detach().to(own))),
-            torch.cat((self.proj_up, up.detach().to(own)), 1),
+            torch.cat((self.proj_up.to(own), up.detach().to(own)), 1),
             torch.cat((self.branch_scale, scale)),
         )
         self.svdq.branches[name] = Branch(len(down), float(strength))
@@ -203,7 +207,8 @@ class SvdQuantLinear(nn.Linear):
             rows = self._branch_rows(name)
             keep = [i for i in range(len(self.proj_down)) if not rows.start <= i < rows.stop]
             del self.svdq.branches[name]
-            self._set_branch(self.proj_down[keep], self.proj_up[:, keep], self.branch_scale[keep])
+            left = self.proj_down.dtype if self.svdq.branches else self.svdq.factors
+            self._set_branch(self.proj_down[keep].to(left), self.proj_up[:, keep].to(left), self.branch_scale[keep])
         return self
 
     def _branch_rows(self, name: str) -> slice:
@@ -283,7 +288,7 @@ def install(linear: nn.Linear, layer: Layer, backend: str = "torch", run: Runner
     if layer.bias is not None:
         bias = nn.Parameter(layer.bias.to(device=device, dtype=dtype), requires_grad=False)
     parts = tuple(PartInfo(p.codes.precision, p.codes.columns, p.rank, p.unsigned) for p in layer.parts)
-    linear.__dict__["svdq"] = State(parts, backend, run or run_torch, dtype)
+    linear.__dict__["svdq"] = State(parts, backend, run or run_torch, dtype, layer.parts[0].up.dtype)
     del linear._parameters["weight"]
     linear._parameters["bias"] = bias
     linear._buffers.update(buffers)

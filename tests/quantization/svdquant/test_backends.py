@@ -78,6 +78,8 @@ def test_the_clash_of_names_is_said(monkeypatch):
 def test_turing_without_nunchaku_gets_torch():
     turing = Hardware("t4", "cuda", 16, (7, 5))
     assert choose("auto", "int4", turing).backend == "torch"
+    assert "float16 on t4" in choose("nunchaku", "int4", turing)  # no bfloat16 before Ampere
+    assert "is float32" in choose("nunchaku", "int4", HARDWARE["4090"], "float32")
     assert "8.0" in choose("triton", "int4", turing)
 
 

@@ -36,7 +36,7 @@ def interpret() -> dict[str, Any]:
                 install(linear, layer)
                 down, up = torch.randn(3, 200) / 10, torch.randn(70, 3) / 10
                 linear.with_extra_branch("extra", down, up, 0.5)
-                branch = 0.5 * (x @ down.bfloat16().float().T) @ up.bfloat16().float().T
+                branch = 0.5 * (x @ down.T) @ up.T
                 wanted = reference_forward(x, layer, act=False) + branch
 
                 def error(out: torch.Tensor, wanted: torch.Tensor = wanted) -> float:
