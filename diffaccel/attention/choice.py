@@ -24,7 +24,7 @@ from .rebind import form, processors
 FIELD = "_attention_backend"
 
 
-def _head_dim(attention: torch.nn.Module) -> int | None:
+def head_dim_of(attention: torch.nn.Module) -> int | None:
     for name in ("head_dim", "dim_head"):
         value = getattr(attention, name, None)
         if isinstance(value, int):
@@ -69,7 +69,7 @@ class AttentionBackend:
         module = getattr(target.pipe, target.spec.denoisers[0])
         dtype = str(next(unwrap_module(module).parameters()).dtype).removeprefix("torch.")
         for attention, _ in self._sites(target):
-            reason = unfit(backend, target.hardware, dtype, _head_dim(attention))
+            reason = unfit(backend, target.hardware, dtype, head_dim_of(attention))
             if reason is not None:
                 return reason
         return None

@@ -18,7 +18,7 @@ from ..core.run import Run
 from ..errors import InvalidOptionError, MissingDependencyError, unknown
 from .backends import ALL, SAGE, Backend, unfit, unfit_call
 from .calls import Counts, Inputs, Where, with_lse
-from .choice import _head_dim
+from .choice import head_dim_of
 from .lever import attach_handler, interceptable
 from .padding import PaddingReader
 from .rebind import form, processors
@@ -143,7 +143,7 @@ def _needs(target: Target) -> Iterable[tuple[str, int]]:
         dtype = next((d for d in dtypes if d in ALL), "bfloat16")  # weights may be kept in 8 bits
         for _, attention, processor in processors(module):
             if form(processor) is not None:
-                yield dtype, _head_dim(attention) or 0
+                yield dtype, head_dim_of(attention) or 0
 
 
 class _Handler:

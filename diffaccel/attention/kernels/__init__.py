@@ -31,6 +31,12 @@ def _anywhere(hardware: Hardware) -> str | None:
     return None
 
 
+def _flex(hardware: Hardware) -> str | None:
+    if hardware.kind != "cuda":
+        return f"the flex kernel is for CUDA: uncompiled, on {hardware.name}, it computes every score that is left out"
+    return None
+
+
 def _triton(hardware: Hardware) -> str | None:
     if hardware.kind != "cuda":
         return f"the Triton kernel needs a CUDA device, this is {hardware.name}"
@@ -46,7 +52,7 @@ KERNELS: dict[str, Kernel] = {
     for k in (
         Kernel("triton", "triton_sparse", _triton),
         Kernel("torch", "torch_plan", _anywhere),
-        Kernel("flex", "flex", _anywhere),
+        Kernel("flex", "flex", _flex),
     )
 }
 
