@@ -54,6 +54,16 @@ class Accelerated:
                 vars(self)[DEVICE] = torch.device(value)
         return moved
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Diffusers' own; refused while weights are quantized, which its files cannot hold."""
+        on = [name for name in self.acceleration.plan.enabled if name.startswith("quantization.")]
+        if on:
+            raise IncompatibleError(
+                f"save_pretrained: {on[0]} is on, and diffusers' files cannot hold its weights. Call "
+                "pipe.disable_quantization() or diffaccel.restore(pipe) first"
+            )
+        super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
     def progress_bar(self, iterable: Any = None, total: Any = None) -> Any:
         """Diffusers' own bar; during an accelerated run its postfix counts the cached calls."""
         bar = super().progress_bar(iterable, total)  # type: ignore[misc]

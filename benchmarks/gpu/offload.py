@@ -33,6 +33,6 @@ if __name__ == "__main__":
     args = arguments(__doc__)
     pipe, _ = load(args)
     for name, options in SETTINGS.items():
-        print(f"{name}: {plan(pipe, preset=None, **options).items[-1].reason}", file=sys.stderr)
+        print(f"{name}: {plan(pipe, preset=None, **options).item('offload.layerwise').reason}", file=sys.stderr)
     del pipe
     compare(args, SETTINGS)

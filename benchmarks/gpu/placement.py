@@ -1,8 +1,8 @@
 """Stage offload on a GPU: peak memory and time against everything resident.
 
 `python benchmarks/gpu/placement.py --model black-forest-labs/FLUX.1-dev --out placement.json`. Every round attaches
-anew (not timed), so that encoders are brought in and called each time; what a kept prompt saves is not in here. Not run
-on a GPU by us. The bundled testbed is too small to show anything but that the script works.
+anew (not timed), so that encoders are brought in and called each time; what a kept prompt saves is not in here. Not
+run on a GPU by us. The bundled testbed is too small to show anything but that the script works.
 """
 
 from __future__ import annotations

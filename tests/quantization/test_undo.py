@@ -233,3 +233,12 @@ def test_the_hash_is_of_bytes_dtype_and_shape() -> None:
     assert digest(tensor) == digest(tensor.clone()) == digest(tensor.t().contiguous().t())
     others = (tensor + 1, tensor.reshape(4, 3), tensor.to(torch.float16), tensor[:2])
     assert len({digest(tensor), *(digest(t) for t in others)}) == 5
+
+
+def test_saving_quantized_weights_is_refused_by_name(tmp_path: Path) -> None:
+    pipe = accelerate(tiny.build("flux"), None, quantization="int8", quantization_scheme="weight_only")
+    with pytest.raises(IncompatibleError, match=r"save_pretrained: quantization\.int8.*disable_quantization"):
+        pipe.save_pretrained(tmp_path / "quantized")
+    assert not (tmp_path / "quantized").exists()
+    pipe.disable_quantization().save_pretrained(tmp_path / "plain")
+    assert (tmp_path / "plain" / "model_index.json").exists()
