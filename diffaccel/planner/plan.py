@@ -14,6 +14,10 @@ from .options import Budget
 STATUSES = ("enabled", "skipped", "refused")
 
 
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(entry) for entry in value) if isinstance(value, (list, tuple)) else value
+
+
 @dataclass(frozen=True)
 class PlanItem:
     """One row: `status` is "enabled", "skipped" (nothing to act on) or "refused" (a clash); `reason` says why.
@@ -34,6 +38,8 @@ class PlanItem:
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
             raise unknown("plan item status", str(self.status), STATUSES)
+        # JSON and TOML know one kind of sequence: a plan that was written and read again equals the one before.
+        object.__setattr__(self, "params", {key: _frozen(value) for key, value in self.params.items()})
 
 
 @dataclass(frozen=True)

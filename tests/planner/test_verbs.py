@@ -64,7 +64,7 @@ def test_every_cache_has_a_verb(flux) -> None:  # type: ignore[no-untyped-def]
         ("easycache", {}, "easycache"),
         ("dicache", {}, "dicache"),
         ("interval_cache", {}, "interval"),
-        ("step_schedule", {"steps": [0, 2, 4]}, "schedule"),
+        ("step_schedule", {"steps": (0, 2, 4)}, "schedule"),
     ):
         assert getattr(flux, f"enable_{verb}")(**parameters) is flux
         assert flux.acceleration.plan.enabled == (f"cache.{name}",)
