@@ -122,7 +122,6 @@ def test_numbers_within_a_millionth() -> None:
 @pytest.mark.parametrize(
     ("kind", "data", "names"),
     [
-        ("masks", {"cases": [{"name": "a"}, {"name": "b"}]}, ["a", "b"]),
         ("ledger", {"models": {"flux.1-dev": {}}}, ["flux.1-dev"]),
     ],
 )
