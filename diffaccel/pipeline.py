@@ -18,7 +18,7 @@ from .acceleration import HANDLE, PLAIN, Acceleration, handle_of
 from .core.accelerator import DEVICE
 from .core.rules import PLACES
 from .core.run import current_run
-from .errors import IncompatibleError
+from .errors import IncompatibleError, InvalidOptionError
 from .planner.resolve import resolve
 
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
@@ -176,6 +176,8 @@ class Accelerated:
         max_bytes, rows, encode) are those of `memory.vae_exact.ExactVae`. Otherwise blended tiles, keywords
         (tile_height, tile_width, stride_height, stride_width in pixels, tile_frames, stride_frames) are those of
         `memory.vae_tiling.VaeTiling`."""
+        if not isinstance(exact, bool):
+            raise InvalidOptionError(f"exact={exact!r}: must be True or False")
         return _enable(self, "vae_tiling", "exact" if exact else "blended", sizes)
 
     def disable_vae_tiling(self) -> Any:

@@ -68,6 +68,8 @@ class SageAttention:
     fidelity: ClassVar[Fidelity] = Fidelity.LOSSY
 
     def __post_init__(self) -> None:
+        if not isinstance(self.variant, str):
+            raise InvalidOptionError(f"variant={self.variant!r}: must be text, such as 'auto' or '1'")
         if self.variant != "auto" and self.variant not in SAGE:
             raise unknown("variant of SageAttention", str(self.variant), ["auto", *SAGE])
         if not isinstance(self.smooth_k, bool):

@@ -173,6 +173,12 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
+def is_fake(value: Any) -> bool:
+    """Is this a tensor without memory (see `fake_tensors`)?"""
+    fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
+    return isinstance(value, fake.FakeTensor)
+
+
 def vae_decode(vae: Any, z: torch.Tensor, **more: Any) -> torch.Tensor:
     """What the class of this autoencoder decodes latents to, whatever stands in for `_decode` on the instance."""
     output: Any = type(vae)._decode(vae, z, **more)
@@ -239,7 +245,7 @@ def drift() -> list[str]:
     need(importlib.import_module("torch._dynamo.utils"), "counters")
     need(importlib.import_module("torch.fx.experimental._config"), "use_duck_shape", "patch")
     need(importlib.import_module("torch._dynamo.decorators"), "skip")
-    need(importlib.import_module("torch._subclasses.fake_tensor"), "FakeTensorMode")
+    need(importlib.import_module("torch._subclasses.fake_tensor"), "FakeTensorMode", "FakeTensor")
     need(importlib.import_module("torch.utils._python_dispatch"), "_disable_current_modes")
     for name in ("AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderKLLTXVideo", "AutoencoderKL"):
         need(getattr(importlib.import_module("diffusers"), name), "_decode", "_encode")

@@ -44,6 +44,8 @@ Forward = Callable[..., Any]
 class Hook(ModelHook):
     """Base of our hooks. Deep copies are refused: the copy's forward would run the original's weights."""
 
+    had_forward = False  # see `_had_forward`
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise IncompatibleError(
             "copy.deepcopy of an accelerated model: the copy's hooks would run the original's weights. "
@@ -118,13 +120,24 @@ def compiled_body(module: torch.nn.Module) -> Forward | None:
     return None
 
 
+def _had_forward(module: torch.nn.Module) -> bool:
+    """Did the module have a forward of its own in `vars` before the first hook of ours?
+
+    Hooks of ours may go in another order than they came (a durable lever stays while the root hook comes anew above
+    it): each inherits the answer of those that are there.
+    """
+    registry = vars(unwrap_module(module)).get(REGISTRY)
+    ours = [hook for hook in getattr(registry, "hooks", {}).values() if isinstance(hook, Hook)]
+    return ours[0].had_forward if ours else "forward" in vars(module)
+
+
 class Link:
     """One hook of ours in the forward chain of one module. Create with `install`, end with `remove`."""
 
     def __init__(self, module: torch.nn.Module, hook: Hook, name: str, outermost: bool = False) -> None:
         self.module, self.hook, self.name, self.outermost = module, hook, name, outermost
         self.owner = unwrap_module(module)  # where attributes of a compiled module live
-        self.had_forward = "forward" in vars(module)
+        self.had_forward = _had_forward(module)
         self.made_registry = REGISTRY not in vars(self.owner)
         self.compiled: Forward | None = None
         self.wrapper: Any = None
@@ -149,6 +162,7 @@ class Link:
             registry.register_hook(self.hook, self.name)
         finally:
             registry._module_ref = module_ref
+        self.hook.had_forward = self.had_forward
         self.wrapper = self.module.forward
         self._absorb_compiled()
 
@@ -172,7 +186,7 @@ class Link:
                 self.module.forward = self.wrapper
             elif self.outermost:
                 self.remove()
-                self.had_forward = "forward" in vars(self.module)
+                self.had_forward = _had_forward(self.module)
                 self.made_registry = self.made_registry and REGISTRY not in vars(self.owner)
                 self._register()
         self._absorb_compiled()

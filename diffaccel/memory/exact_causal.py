@@ -17,7 +17,7 @@ from ..errors import InvalidOptionError, UnsupportedModelError
 from .causal_cost import Choice, choose, costs
 from .causal_cuts import Reached, gates, reached, weights_of
 from .detour import STUB, Detour, Untouched, stub
-from .inside import HF_HOOK
+from .inside import HF_HOOK, watched
 from .strips import with_halo
 from .vae_layout import compression
 
@@ -55,7 +55,7 @@ def supports(vae: Any) -> str | None:
     for name, module in vae.named_modules():
         if getattr(module, COMPILED, None) is not None or hasattr(module, "_orig_mod"):
             return f"{name or 'the autoencoder'} is compiled, and a compiled graph runs past the cut"
-        if module is not vae and (module._forward_hooks or module._forward_pre_hooks):
+        if module is not vae and watched(module):
             return f"{name} carries a forward hook, which would see strips"
         if module is not vae and (HF_HOOK in vars(module) or getattr(vars(module).get(REGISTRY), "hooks", None)):
             return f"hooks move the weights of {name} (offload), and would once for every frame of every strip"

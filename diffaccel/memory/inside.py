@@ -17,6 +17,25 @@ from ..core.hooks import around_forward
 HF_HOOK = "_hf_hook"  # set by accelerate's add_hook_to_module
 
 
+class LetIn:
+    """A forward pre-hook of ours that lets weights in: it neither sees nor changes what is computed.
+
+    Where the component as a whole was let in before, a module's work can be done past it.
+    """
+
+    def __init__(self, act: Callable[[tuple[Any, ...]], None]) -> None:
+        self.act = act
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self.act(args)
+
+
+def watched(module: torch.nn.Module) -> bool:
+    """Does the module carry forward hooks other than `LetIn`?"""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not isinstance(hook, LetIn) for hook in hooks)
+
+
 def inside(module: torch.nn.Module, body: Callable[..., Any], *args: Any) -> Any:
     """`body(*args)` in the place of `module.forward(*args)`, within the offload hooks of the module.
 
@@ -41,7 +60,7 @@ def observed(modules: Iterable[tuple[str, torch.nn.Module]]) -> str | None:
     """Why the forward of one of these (name, module) pairs must really be called; None where it need not be."""
     for name, module in modules:
         state = vars(module)
-        if any(state.get(table) for table in ("_forward_hooks", "_forward_pre_hooks")):
+        if watched(module):
             return f"{name} ({type(module).__name__}) carries a forward hook, which strips would pass by"
         around = around_forward(module)
         if any(before is None for before, _ in around):

@@ -24,7 +24,7 @@ from .links import host_link
 from .overlap import token_sentence
 from .parcels import tensors_of
 from .parking import Parking
-from .parts import bytes_of, modules_of
+from .parts import bytes_of, modules_of, require_device
 from .store import in_memory
 from .survey import Survey, compiled_whole, compute_device, other_offload, survey, work_per_token
 
@@ -83,10 +83,7 @@ class LayerwiseOffload:
         if self.folder is not None and self.store != "disk":
             raise InvalidOptionError("offload_folder is for offload_store='disk'; the store is 'host'")
         if self.device is not None:
-            try:
-                torch.device(self.device)
-            except (RuntimeError, TypeError) as error:
-                raise InvalidOptionError(f"offload_device={self.device!r}: {error}") from None
+            require_device(self.device)
 
     # ---- can it act? ---------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..core.compat import unwrap_module
+from ..errors import InvalidOptionError
 from ..models.spec import ModelSpec
 from .parcels import pack, tensors_of
 from .predict import Part
@@ -90,3 +91,13 @@ def bytes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
     """Bytes of the memory behind named tensors, what overlaps counted once."""
     alone = {id(tensor): (name, tensor) for name, tensor in tensors}
     return sum(chunk.nbytes for chunk in pack(alone.values()).chunks)
+
+
+def require_device(name: Any) -> None:
+    """Raises InvalidOptionError where `name` is no device that can hold weights ("meta" holds none)."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidOptionError(f"offload_device={name!r}: {error}") from None
+    if device.type == "meta":
+        raise InvalidOptionError(f"offload_device={name!r}: a device that holds no numbers")

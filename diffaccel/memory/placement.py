@@ -19,7 +19,7 @@ import torch
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import foreign_offload
 from ..errors import BudgetError, IncompatibleError, InvalidOptionError, UnsupportedModelError
-from .parts import modules_of, parts
+from .parts import modules_of, parts, require_device
 from .predict import GIB, Part, Peak, Placement, choose, gib, total_bytes
 from .stage_switch import StageSwitch, attached, holder
 from .store import in_memory
@@ -77,7 +77,8 @@ class StageOffload:
                 raise InvalidOptionError(f"offload_{name} must be a path or None, got {value!r}")
             if value is not None:
                 object.__setattr__(self, name, os.fspath(value))
-        if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
+        listed = isinstance(self.keep, (list, tuple, set, frozenset))
+        if not listed or not all(isinstance(name, str) for name in self.keep):
             raise InvalidOptionError(f"offload_keep must be names of components, got {self.keep!r}")
         object.__setattr__(self, "keep", tuple(self.keep))
         for name, least in (("text_cache_bytes", 0), ("host_bytes", 1), ("device_bytes", 1)):
@@ -90,10 +91,7 @@ class StageOffload:
                 f"offload_in_turn={self.in_turn!r}, offload_pin={self.pin!r}: must be True or False"
             )
         if self.device is not None:
-            try:
-                torch.device(self.device)
-            except (RuntimeError, TypeError) as error:
-                raise InvalidOptionError(f"offload_device={self.device!r}: {error}") from None
+            require_device(self.device)
 
     def params(self) -> dict[str, Any]:
         """What a plan shows: all but what says nothing; lists, as a file holds them."""

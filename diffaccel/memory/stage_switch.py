@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.accelerator import DEVICE, Target
-from ..core.compat import foreign_offload, unwrap_module
+from ..core.compat import foreign_offload, is_fake, unwrap_module
 from ..core.hooks import Hook, Link, install
 from ..core.run import Run, current_run
 from ..errors import DiffaccelError
 from .embeddings import FileStore, MemoryStore
+from .inside import LetIn
 from .parts import is_text_encoder, modules_of, parts, units
 from .predict import MOMENTS
 from .store import DiskStore, HostStore
@@ -178,14 +179,14 @@ class StageSwitch:
                 self._watch_inside(unit, module)
 
     def _watch_inside(self, unit: Unit, module: torch.nn.Module) -> None:
-        def before(*_: Any) -> None:
-            if not unit.inside:
+        def let_in(args: tuple[Any, ...]) -> None:
+            if not unit.inside and not any(map(is_fake, args)):  # shapes alone need no weights
                 with self.lock:
                     self._enter(unit)
 
         for child in module.modules():
             if child is not module and (child._parameters or child._buffers):
-                self.undos.append(child.register_forward_pre_hook(before).remove)
+                self.undos.append(child.register_forward_pre_hook(LetIn(let_in)).remove)
 
     def _wrap(self, unit: Unit, module: torch.nn.Module, method: str) -> Callable[[], None]:
         own = vars(module).get(method, _ABSENT)

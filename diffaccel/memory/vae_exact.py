@@ -15,7 +15,7 @@ from ..core.compat import unwrap_module
 from ..core.run import Run
 from ..errors import BudgetError, InvalidOptionError, UnsupportedModelError, nearest
 from .vae_budget import MIB, Choice, choose, expected, size_in_words, smallest
-from .vae_seam import KEY, seam
+from .vae_seam import JOBS, seam
 
 MODES = ("auto", "fast", "low")
 BACKENDS = ("exact_kl", "exact_causal")  # modules of this room, asked in this order
@@ -146,18 +146,18 @@ def _begin(lever: ExactVae, run: Run) -> None:
     shape = expected(run.pipe, vae, run.request) if known else None
     if shape is not None:
         choose(lever, backend, vae, shape, _itemsize(vae))  # raises before anything is computed
-    run.state[KEY] = _Job(lever, backend, vae, run)
+    JOBS[run] = _Job(lever, backend, vae, run)
     seam(vae).open()
 
 
 def _end(run: Run) -> None:
-    job = run.state.pop(KEY, None)
+    job = JOBS.pop(run, None)
     if job is not None:
         seam(job.vae).close()
 
 
 def _stats(run: Run) -> dict[str, Any]:
-    job = run.state.get(KEY)
+    job = JOBS.get(run)
     return {"decodes": 0, "encodes": 0, "exact": 0} if job is None else job.stats()
 
 

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Any, Protocol
 
-from ..core.run import current_run
+from ..core.run import Run, current_run
 
-KEY = "vae.exact"  # where in `run.state` the job of a run is kept
 NAMES = ("_decode", "_encode")
 _ABSENT = object()
 
@@ -26,6 +25,10 @@ class Job(Protocol):
 
     def call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of `own(*args, **kwargs)`, made another way or by calling `own`."""
+
+
+# The job of each run in progress: beside `run.state`, whose values a snapshot copies and puts into another run.
+JOBS: weakref.WeakKeyDictionary[Run, Any] = weakref.WeakKeyDictionary()
 
 
 class Seam:
@@ -67,7 +70,7 @@ class Seam:
 def _stand_in(vae: weakref.ref[Any], name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         run = current_run()
-        job: Job | None = run.state.get(KEY) if run is not None else None
+        job: Job | None = JOBS.get(run) if run is not None else None
         if job is None or job.vae is not vae():
             return own(*args, **kwargs)
         return job.call(name, own, args, kwargs)

@@ -100,6 +100,8 @@ class Plan:
             raise InvalidOptionError(
                 f"{custom[0]} is made of Python objects, which no TOML file can hold: keep the enable_cache(...) call"
             )
+        if any(item.name == "lora" and item.status == "enabled" for item in self.items):
+            raise InvalidOptionError("lora: no TOML file can hold the weights of a LoRA: keep loras.load(...)")
         data = self.to_dict()
         data["budget"] = {k: v for k, v in data["budget"].items() if v is not None}
         return toml.dumps(data)

@@ -19,7 +19,7 @@ from .backends import BACKENDS, NATIVE, Recipe
 from .guard import Plain, Watch
 from .originals import Checkpoint, Originals
 from .policy import Policy, Selection, select, select_encoder
-from .swap import Swapped, foreign, users
+from .swap import ON_META, Swapped, foreign, on_meta, users
 from .weights import DYNAMIC, ScaledWeight
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
@@ -159,6 +159,9 @@ class QuantizedWeights:
             for hook in getattr(getattr(child, REGISTRY, None), "hooks", {}):
                 if hook in _HOLDING_HOOKS:
                     return Verdict.refuse(f"{component}: {_HOLDING_HOOKS[hook]}", IncompatibleError)
+        away = next((name for name in selection.quantized if on_meta(module, name)), None)
+        if away is not None:
+            return Verdict.refuse(f"{component}: the weight of {away} {ON_META}", IncompatibleError)
         found = foreign(module, selection.quantized) if other is None else None
         if found is None:
             return None

@@ -71,6 +71,8 @@ def load_quantized(
         UnsupportedModelError: a model whose blocks diffaccel has no card for, or weights that do not fit it.
     """
     lever = _lever(scheme)
+    if not isinstance(path, (str, Path)):
+        raise InvalidOptionError(f"path={path!r}: must be the path of a folder or a file")
     source = Path(path)
     if not source.exists():
         raise InvalidOptionError(f"path={str(path)!r}: no such file or folder (download it first)")

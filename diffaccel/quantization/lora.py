@@ -17,9 +17,10 @@ import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import host_edit, unwrap_module
-from ..errors import IncompatibleError, InvalidOptionError, unknown
+from ..errors import DiffaccelError, IncompatibleError, InvalidOptionError, unknown
 from .lora_files import Pair, Weights, read
-from .lora_layers import put_on
+from .lora_layers import bypassed, put_on
+from .swap import ON_META, on_meta
 
 if TYPE_CHECKING:
     from ..acceleration import Acceleration
@@ -88,8 +89,20 @@ class Lora:
                 return Verdict.no(f"the pipeline has no {component}", InvalidOptionError)
             if foreign(module):
                 return Verdict.refuse(f"{component} {FOREIGN}", IncompatibleError)
+            why = self._held(component, unwrap_module(module))
+            if why:
+                return Verdict.refuse(f"{component}: {why}", IncompatibleError)
         said = ", ".join(f"{adapter.name} at {adapter.strength:g}" for adapter in self.adapters)
         return Verdict.yes(said or "nothing loaded")
+
+    def _held(self, component: str, module: torch.nn.Module) -> str:
+        """Why an adapter would have no effect on one of its layers, or ""."""
+        for name in (n for a in self.adapters if a.strength for n in a.weights.get(component, ())):
+            if on_meta(module, name):
+                return f"the weight of {name} {ON_META}"
+            if bypassed(module.get_submodule(name)):
+                return f"something else holds the forward of {name}: take it off, load the LoRA, put it on again"
+        return ""
 
     def predict(self, target: Target) -> Mapping[str, Any]:
         """Nothing is promised."""
@@ -115,7 +128,17 @@ class Lora:
         except BaseException:
             undo()
             raise
-        return LoraEdit(self.name, undo, stats=lambda run: {"layers": len(undos)}, applied=tuple(applied))
+        merged = [row for row in applied if row.how == "merged"]
+
+        def lost() -> str:
+            """Before an undo: a weight that accelerate has taken away since cannot be given its bits back."""
+            modules = {row.component: unwrap_module(getattr(target.pipe, row.component)) for row in merged}
+            away = next((row.layer for row in merged if on_meta(modules[row.component], row.layer)), None)
+            return "" if away is None else f"the weight of {away} {ON_META}"
+
+        return LoraEdit(
+            self.name, undo, stats=lambda run: {"layers": len(undos)}, applied=tuple(applied), no_undo=lost
+        )
 
     def _layers(self) -> list[tuple[str, str, list[tuple[str, Pair, float]], bool]]:
         """(component, layer, its adapters, whether all of them may be merged), each layer once."""
@@ -181,27 +204,32 @@ class Loras:
             **options: those of `pipe.load_lora_weights` (weight_name, subfolder, ...).
 
         Raises:
-            InvalidOptionError: the name is taken, a key fits no layer or not its shape (all are listed), a pattern
-                matches nothing. Nothing is applied then.
+            InvalidOptionError: the name is taken or no text, there is no such file, a key fits no layer or not its
+                shape (all are listed), a pattern matches nothing. Nothing is applied then.
             UnsupportedModelError: the pipeline has no LoRA loader.
             IncompatibleError: diffusers' own LoRAs are loaded, or a run is in progress.
         """
-        name = name if name is not None else _free(self.strengths)
+        self._require_life()
+        name = _name(name) if name is not None else _free(self.strengths)
+        strength = _strength(strength)
         if name in self.strengths:
             raise InvalidOptionError(f"name={name!r}: a LoRA of this name is loaded; unload it or choose another name")
         if not isinstance(merge, bool):
             raise InvalidOptionError(f"merge={merge!r}: must be True or False")
+        patterns = _patterns(layers)
         for component_name, module in self._handle.pipe.components.items():
             if isinstance(module, torch.nn.Module) and foreign(module):
                 raise IncompatibleError(f"lora: {component_name} {FOREIGN}")
         weights: Weights = read(self._handle.pipe, source, component, **options)
-        if layers is not None:
-            weights = _chosen(weights, [layers] if isinstance(layers, str) else list(layers))
-        return self._adopt((*self.adapters, Adapter(name, weights, _strength(strength), merge)))
+        if patterns is not None:
+            weights = _chosen(weights, patterns)
+        return self._adopt((*self.adapters, Adapter(name, weights, strength, merge)))
 
     def set(self, strengths: Mapping[str, float]) -> Any:
         """Set (not add to) strengths by name; adapters that are not named stay as they are. Returns the pipeline."""
-        for name in strengths:
+        if not isinstance(strengths, Mapping):
+            raise InvalidOptionError(f"strengths={strengths!r}: must be a dict of names and strengths")
+        for name in map(_name, strengths):
             if name not in self.strengths:
                 raise unknown("LoRA", name, self.strengths)
         changed = {name: _strength(value) for name, value in strengths.items()}
@@ -209,11 +237,16 @@ class Loras:
 
     def unload(self, name: str | None = None) -> Any:
         """Take one adapter off, or all; the weights are what they were, bit by bit. Returns the pipeline."""
-        if name is not None and name not in self.strengths:
+        if name is not None and _name(name) not in self.strengths:
             raise unknown("LoRA", name, self.strengths)
         return self._adopt(tuple(a for a in self.adapters if name is not None and a.name != name))
 
+    def _require_life(self) -> None:
+        if self._handle.retired:
+            raise DiffaccelError("loras: the pipeline of this handle was restored; accelerate it again first")
+
     def _adopt(self, adapters: tuple[Adapter, ...]) -> Any:
+        self._require_life()
         handle = self._handle
         wishes = {key: value for key, value in handle.wishes.items() if key not in ("lora", "lora_adapters")}
         if adapters:
@@ -230,6 +263,20 @@ class Loras:
 
 def _free(taken: Mapping[str, float]) -> str:
     return next(f"lora_{i}" for i in range(len(taken) + 1) if f"lora_{i}" not in taken)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidOptionError(f"name={value!r}: must be the name of a LoRA, as text")
+    return value
+
+
+def _patterns(layers: Any) -> list[str] | None:
+    if layers is None or isinstance(layers, str):
+        return layers if layers is None else [layers]
+    if not isinstance(layers, Sequence) or not all(isinstance(pattern, str) for pattern in layers):
+        raise InvalidOptionError(f"layers={layers!r}: must be a pattern, or a list of patterns")
+    return list(layers)
 
 
 def _strength(value: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from ..core.compat import unwrap_module
 from ..errors import InvalidOptionError, UnsupportedModelError
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 SHOWN = 8  # keys of a list that an error names
 
 
@@ -55,11 +57,13 @@ def read(pipe: Any, source: Any, component: str | None = None, **options: Any) -
 
     Raises:
         UnsupportedModelError: the pipeline has no LoRA loader, or the file is of a kind that is not low-rank pairs.
-        InvalidOptionError: keys without a layer, or of another shape, with the list.
+        InvalidOptionError: not a source, or a file that is not there; keys without a layer, or of another shape,
+            with the list.
     """
     loader = getattr(type(pipe), "lora_state_dict", None)
     if loader is None:
         raise UnsupportedModelError(f"{type(pipe).__name__} has no LoRA loader in diffusers")
+    _require_source(source)
     options["return_lora_metadata"] = True
     if "return_alphas" in inspect.signature(loader).parameters:
         options["return_alphas"] = True
@@ -88,6 +92,17 @@ def read(pipe: Any, source: Any, component: str | None = None, **options: Any) -
     if not any(weights.values()):
         raise InvalidOptionError("the LoRA holds no layers: are its names those of another model?")
     return weights
+
+
+def _require_source(source: Any) -> None:
+    """A missing file would be taken for the name of a repository on the hub."""
+    if isinstance(source, Mapping):
+        return
+    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+        raise InvalidOptionError(f"source={source!r}: must be a file, a folder, a hub name or a state dict")
+    path = os.path.expanduser(os.fspath(source))
+    if not os.path.exists(path) and (os.path.isabs(path) or path.endswith(FILES)):
+        raise InvalidOptionError(f"source={source!r}: there is no such file")
 
 
 def _by_component(pipe: Any, state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ model's own precision also where the weight is in 8 or 4 bits.
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..core.compat import OLD_FORWARD
 from .lora_files import Pair
 
 BRANCH = "_diffaccel_lora"  # attribute of a layer: its `Branch`
@@ -104,8 +106,17 @@ def put_on(layer: Any, loaded: Loaded, dtype: torch.dtype, merge: bool) -> tuple
     def undo() -> None:
         layer.__class__ = cls
         vars(layer).pop(BRANCH, None)
+        for key in ("forward", OLD_FORWARD):  # accelerate, put on since, keeps the forward it found
+            held = vars(layer).get(key)
+            if getattr(held, "__func__", None) in (_BranchedLinear.forward, _BranchedConv.forward):
+                vars(layer)[key] = types.MethodType(cls.forward, layer)
 
     return "branch", undo
+
+
+def bypassed(layer: torch.nn.Module) -> bool:
+    """Does something hold the layer's forward, so that a branch would not be computed?"""
+    return "forward" in vars(layer) and BRANCH not in vars(layer)
 
 
 def _merge(layer: Any, loaded: Loaded) -> Callable[[], None]:

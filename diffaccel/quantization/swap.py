@@ -13,6 +13,17 @@ from .backends import Convert
 from .originals import Kept, Originals
 from .weights import tensor_bytes
 
+ON_META = (
+    "is away: accelerate's offload (enable_sequential_cpu_offload or a device_map) lets it in for a call only. "
+    "Take that off first, and use an offload of diffaccel in its place"
+)
+
+
+def on_meta(module: nn.Module, name: str) -> bool:
+    """Is the weight of a layer a stand-in without bytes?"""
+    weight = module.get_submodule(name)._parameters.get("weight")
+    return weight is not None and weight.device.type == "meta"
+
 
 @dataclass(eq=False)
 class _Swap:

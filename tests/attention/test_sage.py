@@ -74,7 +74,7 @@ class Bench:
     ("fields", "message"),
     [
         ({"variant": "tritn"}, "did you mean 'triton'"),
-        ({"variant": 2}, "unknown variant"),
+        ({"variant": 2}, "must be text"),
         ({"smooth_k": 1}, "must be True or False"),
         ({"guard": "never"}, "True, False or 'every'"),
         ({"variant": "2", "smooth_k": False}, "always smooths"),

@@ -14,7 +14,7 @@ from tests import fingerprint, tiny
 
 from . import stacks
 from .levers import Stop, at_step, plain, raise_at, second_prompt
-from .stacks import ALL, ROWS, STACKS, apart, changed_call, fresh, put_on
+from .stacks import ALL, apart, changed_call, fresh, put_on
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,15 @@ def dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+# Compiling another stack, or looking through a video VAE at each decision, takes seconds each time.
+SLOW = ("vae video", "wan stack", "sd3 stack")
+EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in ALL]
+
+
 # ---- 1: undo -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_restore_leaves_no_trace(name: str, tmp_path: Path) -> None:
     """Attached twice in a row, run, broken off in a run: same fingerprint, same bits, no file."""
     row = ALL[name]
@@ -74,7 +79,7 @@ def test_the_picture_is_the_plain_one_or_another_as_promised(name: str) -> None:
         assert torch.equal(here, plain(row.family))
     else:
         distance = apart(here, plain(row.family))
-        assert 0 < distance <= row.near if row.near is not None else distance > 1e-4
+        assert distance <= row.near if row.near is not None else distance > 1e-6
     assert torch.isfinite(here).all()
 
 
@@ -119,14 +124,19 @@ EVENTS: dict[str, Callable[[Any, str], None]] = {
 
 
 @pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_whatever_came_before(pipes: Callable[[str], Any], name: str, event: str) -> None:
+    """The next run is that of a fresh pipeline, and no lever stood down in it."""
     pipe = pipes(name)
     EVENTS[event](pipe, name)
     assert torch.equal(tiny.run(pipe, ALL[name].family), fresh(name))
+    report = pipe.acceleration.report
+    assert not [note for note in report.notes if "stood down" in note]
+    if "vae_tiling" in ALL[name].on:
+        assert report.stats["vae.tiling"]["exact"] == report.stats["vae.tiling"]["decodes"] == 1
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_run_inside_a_run(pipes: Callable[[str], Any], name: str) -> None:
     """Of the same pipeline, with another call: both are as alone."""
     family, call = ALL[name].family, changed_call(ALL[name])
@@ -137,7 +147,7 @@ def test_a_run_inside_a_run(pipes: Callable[[str], Any], name: str) -> None:
     assert torch.equal(nested[0], fresh(name, **call))
 
 
-DTYPES = ("sparse", "sage", "fp8 weight-only", "int8", "svdquant", "lora", "layerwise", "vae", "wan stack")
+DTYPES = ("sparse", "sage", "fp8 weight-only", "int8", "svdquant", "lora", "layerwise", "vae")
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -156,7 +166,7 @@ def test_another_dtype_in_between(name: str, tmp_path: Path) -> None:
     restore(pipe), restore(twin)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_two_pipelines_at_once(pipes: Callable[[str], Any], name: str, tmp_path: Path) -> None:
     """A second one with the row runs inside a run of the first; a third is never touched; the second is restored."""
     row = ALL[name]
@@ -193,6 +203,3 @@ def test_a_run_that_was_given_up_is_resumed(pipes: Callable[[str], Any], name: s
     call = changed_call(ALL[name])
     assert torch.equal(tiny.run(pipe, family, **call), fresh(name, **call))
     assert torch.equal(tiny.output(pipe.acceleration.resume(states[0])), fresh(name))
-
-
-assert ROWS and STACKS

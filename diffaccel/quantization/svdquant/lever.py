@@ -96,12 +96,15 @@ class SvdQuant:
         number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool) and 0 <= self.alpha <= 1
         if self.alpha != "search" and not number:
             raise InvalidOptionError(f"alpha={self.alpha!r}: must be a number from 0 to 1, or 'search'")
-        prompts = (self.calibration,) if isinstance(self.calibration, str) else tuple(self.calibration)
-        object.__setattr__(self, "calibration", prompts)
-        size = tuple(self.calibration_size)
-        object.__setattr__(self, "calibration_size", size)
-        if len(size) not in (0, 2, 3) or not all(isinstance(n, int) and n > 0 for n in size):
+        prompts = (self.calibration,) if isinstance(self.calibration, str) else self.calibration
+        if not isinstance(prompts, (list, tuple)) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise InvalidOptionError(f"calibration={self.calibration!r}: must be prompts, as a list of text")
+        object.__setattr__(self, "calibration", tuple(prompts))
+        size = self.calibration_size
+        listed = isinstance(size, (list, tuple)) and len(size) in (0, 2, 3)
+        if not listed or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in size):
             raise InvalidOptionError(f"calibration_size={size!r}: must be (width, height) or (width, height, frames)")
+        object.__setattr__(self, "calibration_size", tuple(size))
         if self.checkpoint is not None:
             if not isinstance(self.checkpoint, str):
                 object.__setattr__(self, "checkpoint", str(self.checkpoint))
