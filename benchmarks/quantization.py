@@ -50,6 +50,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "fp8 storage": {"quantization": "fp8", "quantization_scheme": "storage"},
     "int8 weight_only": {"quantization": "int8", "quantization_scheme": "weight_only"},
     "int8 dynamic": {"quantization": "int8", "quantization_scheme": "dynamic", "compile": False},
+    "svdquant int4 (no calibration)": {"quantization": "svdquant"},
+    "svdquant nvfp4 (no calibration)": {"quantization": "svdquant", "quantization_precision": "nvfp4"},
 }
 # The same recipes without a pipeline, for the FLUX with outliers.
 RECIPES: dict[str, Recipe] = {

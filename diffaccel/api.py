@@ -58,7 +58,8 @@ def accelerate(
     decision = resolve(pipe, preset, budget, hardware, strict, overrides)
     before = handle_of(pipe)
     if before is not None and before.owns(pipe):
-        before.adopt(decision)
+        dropped = [] if "lora" in decision.wishes else [adapter.name for adapter in before.loras.adapters]
+        before.adopt(decision, f"unloaded LoRAs: {', '.join(dropped)}" if dropped else None)
         return pipe
     handle = Acceleration(pipe, decision)
     handle.adopt(decision)

@@ -20,6 +20,7 @@ from .core.rules import PLACES
 from .core.run import current_run
 from .errors import IncompatibleError, InvalidOptionError
 from .planner.resolve import resolve
+from .quantization.weights import holds_scaled
 
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
@@ -61,6 +62,11 @@ class Accelerated:
             raise IncompatibleError(
                 f"save_pretrained: {on[0]} is on, and diffusers' files cannot hold its weights. Call "
                 "pipe.disable_quantization() or diffaccel.restore(pipe) first"
+            )
+        if any(holds_scaled(part) for part in self.components.values()):  # type: ignore[attr-defined]
+            raise IncompatibleError(
+                "save_pretrained: the weights came from load_quantized, and diffusers' files cannot hold them; keep "
+                "the checkpoint that they were read from"
             )
         super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 

@@ -17,11 +17,15 @@ from diffusers.utils.state_dict_utils import (
 )
 
 from ..core.compat import unwrap_module
-from ..errors import InvalidOptionError, UnsupportedModelError
+from ..errors import InvalidOptionError, UnsupportedModelError, unknown
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 SHOWN = 8  # keys of a list that an error names
+LOADER_OPTIONS = (  # what diffusers' loaders read of the keywords of load_lora_weights
+    "weight_name", "subfolder", "revision", "token", "cache_dir", "force_download", "proxies", "local_files_only",
+    "use_safetensors", "unet_config",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ def read(pipe: Any, source: Any, component: str | None = None, **options: Any) -
     if loader is None:
         raise UnsupportedModelError(f"{type(pipe).__name__} has no LoRA loader in diffusers")
     _require_source(source)
+    for option in options:
+        if option not in LOADER_OPTIONS:
+            raise unknown("option of load_lora_weights", option, LOADER_OPTIONS)
     options["return_lora_metadata"] = True
     if "return_alphas" in inspect.signature(loader).parameters:
         options["return_alphas"] = True
@@ -167,6 +174,8 @@ def _pairs(
         path = path.removeprefix("text_model.") if flat and component.startswith("text_encoder") else path
         layer = layers.get(path)
         why = "its other half is missing" if up is None else unfit(layer, down, up)
+        if why is None and not (torch.isfinite(down).all() and torch.isfinite(up).all()):  # type: ignore[arg-type]
+            why = "it holds numbers that are not finite"
         if why is not None:
             problems.append(f"{component}.{path}: {why}")
         else:

@@ -177,3 +177,11 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 torch.serialization.add_safe_globals([_rebuild, ScaledWeight])
+
+
+def holds_scaled(component: Any) -> bool:
+    """Does a component of a pipeline hold 8-bit weights of ours?"""
+    return isinstance(component, torch.nn.Module) and any(
+        isinstance(parameter.data, ScaledWeight) or isinstance(parameter, ScaledWeight)
+        for parameter in component.parameters()
+    )

@@ -234,3 +234,9 @@ def test_the_full_model_is_never_in_memory(tmp_path: Path) -> None:
     allowed = 1.3 * size + shard
     assert found["stream"]["peak"] <= allowed, found
     assert found["whole"]["peak"] > allowed, f"the negative control: {found}"
+
+
+def test_saving_what_was_loaded_so_is_refused_by_name(saved: tuple[str, Path], tmp_path: Path) -> None:
+    pipe = accelerate(load_quantized(saved[1], "int8_weight_only"), None)
+    with pytest.raises(IncompatibleError, match="save_pretrained: the weights came from load_quantized"):
+        pipe.save_pretrained(tmp_path / "again")

@@ -164,6 +164,19 @@ def test_bad_arguments() -> None:
     assert loras.strengths == {"a": 1.0}
 
 
+def test_what_a_file_must_not_hold_and_options_that_do_not_exist() -> None:
+    pipe = attach(tiny.build("wan"))
+    state = state_dict(pipe, "wan")
+    next(iter(state.values()))[0, 0] = float("nan")
+    with pytest.raises(InvalidOptionError, match="not finite"):
+        pipe.acceleration.loras.load(state, "a")
+    with pytest.raises(InvalidOptionError, match="did you mean 'weight_name'"):
+        pipe.acceleration.loras.load(state_dict(pipe, "wan"), "a", weight_nam="x")
+    pipe.acceleration.loras.load(state_dict(pipe, "wan"), "a")
+    accelerate(pipe, None, attention="native")
+    assert "unloaded LoRAs: a" in pipe.acceleration.plan.notes and pipe.acceleration.loras.strengths == {}
+
+
 def test_part_of_a_lora() -> None:
     pipe = attach(tiny.build("wan"))
     state = state_dict(pipe, "wan")
