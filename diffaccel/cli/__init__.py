@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -66,7 +67,9 @@ def _unknown(verb: str) -> str:
 
 
 def hush_libraries() -> None:
-    """Keep notes about optional packages that we do not need (torchvision) off the user's screen."""
+    """Keep notes about optional packages that we do not need (torchvision, CUDA parts of torchao) off the screen."""
+    for name in ("torchao", "torch.utils._pytree"):  # both speak while diffusers is imported
+        logging.getLogger(name).setLevel(logging.ERROR)
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
