@@ -62,6 +62,7 @@ class Seam:
     def __init__(self, module: torch.nn.Module, spec: ModelSpec, handler: Handler) -> None:
         self.module, self.spec, self.handler = unwrap_module(module), spec, handler
         self.inline: Any = None  # a diffusers backend that graphs may call themselves; see `_dispatch`
+        self.in_force: Any = None  # the same, while a denoiser call of our own is in progress
         self.call: Call | None = None  # the denoiser call in progress
         self.grid: Geometry | None = None
         self.sites: dict[str, LayerSite] = {}
@@ -103,12 +104,12 @@ class Seam:
 
     def begin_call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The denoiser is about to run (under its root hook's lock)."""
-        self.call = call
+        self.call, self.in_force = call, self.inline
         self.grid = geometry_of(self.spec, self.module, args, kwargs)
 
     def end_call(self, call: Call) -> None:
         """The denoiser returned or raised."""
-        self.call = self.grid = None
+        self.call = self.grid = self.in_force = None
 
     def attend(self, site: LayerSite, inputs: Inputs, plain: Callable[[], torch.Tensor]) -> Any:
         """Answer one attention call: by the handler within a run of the pipeline, else as without us."""
@@ -148,7 +149,7 @@ def _enter(
         return plain(processor, attn, *args, **kw)
     if torch.compiler.is_compiling():
         _TRACED.token = site.token
-        _TRACED.inline = site.seam.inline
+        _TRACED.inline = site.seam.in_force
         output = call(processor, attn, *args, **kw)
         _TRACED.token = None
         return output

@@ -72,3 +72,18 @@ def test_a_backend_that_no_longer_fits_falls_back(monkeypatch: pytest.MonkeyPatc
     assert stats["fallbacks"] == {"the call is on another device": stats["calls"]["fallback"]}
     assert [note for note in report.notes if "another device" in note] == [report.notes[0]]
     restore(pipe)
+
+
+def test_compiled_blocks_keep_the_backend_to_the_pipelines_own_runs() -> None:
+    """C46 in a graph: a plain pipeline on the same compiled model computes as it did, and back costs no new graph."""
+    pipe = tiny.build("wan")
+    twin = type(pipe)(**pipe.components)
+    plain = tiny.run(twin, "wan")
+    accelerate(pipe, None, attention="flex", compile=True, compile_backend="eager")
+    flex = tiny.run(pipe, "wan")
+    assert not torch.equal(flex, plain)
+    assert torch.equal(tiny.run(twin, "wan"), plain)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(tiny.run(pipe, "wan"), flex)
+        assert torch.equal(tiny.run(twin, "wan"), plain)
+    restore(pipe)
