@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from cache_runs import World
 
-from diffaccel.caching.gates import relative_l1
-from diffaccel.caching.polynomial import fit_polynomial
+from diffaccel.caching.gates.base import relative_l1
+from diffaccel.caching.gates.teacache import fit_polynomial
 
 GATE_TENSORS = ("transformer_blocks.0.norm1", "condition_embedder")  # FLUX, Wan: what TeaCache looks at
 

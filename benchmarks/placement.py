@@ -37,12 +37,12 @@ def one(name: str) -> dict[str, Any]:
     import torch
 
     from diffaccel import accelerate
-    from diffaccel.memory.parts import parts
-    from diffaccel.memory.predict import Placement, predict
-    from diffaccel.memory.turns import trim
     from diffaccel.models.registry import lookup
+    from diffaccel.offload.components import parts
+    from diffaccel.offload.stage.peak import Placement, predict
+    from diffaccel.offload.stage.residency import trim
     from tests import tiny
-    from tests.memory.placement_worker import MIB, bytes_in_memory, medium, reset_peak, status
+    from tests.offload.placement_worker import MIB, bytes_in_memory, medium, reset_peak, status
 
     options = dict(SETTINGS[name])
     if options:

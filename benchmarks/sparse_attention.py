@@ -33,9 +33,9 @@ import torch.nn.functional as F
 
 from diffaccel.attention.geometry import Geometry
 from diffaccel.attention.kernels.torch_plan import block_sparse
-from diffaccel.attention.masks import radial, svg
-from diffaccel.attention.methods import METHODS, make
 from diffaccel.attention.plan import HeadPlans
+from diffaccel.attention.sparse import radial, svg
+from diffaccel.attention.sparse.registry import METHODS, make
 
 HEAD_DIM = 128
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)

@@ -30,10 +30,10 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderKLWan
 
 from diffaccel import attach, restore, testbed
-from diffaccel.memory.live import LiveBytes
-from diffaccel.memory.vae_exact import find_backend
-from diffaccel.memory.vae_layout import compression
 from diffaccel.testbed.build import pipeline
+from diffaccel.vae.exact.config import find_backend
+from diffaccel.vae.exact.live_bytes import LiveBytes
+from diffaccel.vae.layout import compression
 
 OUT = Path(__file__).parent / "results" / "vae.json"
 AIMS = {"exact, fast": (0.75, 1.3), "exact, low": (0.45, 2.5)}  # most of the plain bytes, most of the plain time

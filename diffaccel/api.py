@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from .acceleration import Acceleration, handle_of, undress
 from .core.compat import host_edit
 from .errors import InvalidOptionError
+from .handle import Acceleration, handle_of, undress
 from .ledger.hardware import Hardware
 from .pipeline import dress
 from .planner import presets as _presets

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from .acceleration import HANDLE, PLAIN, Acceleration, handle_of
 from .core.accelerator import DEVICE
-from .core.rules import PLACES
 from .core.run import current_run
 from .errors import IncompatibleError, InvalidOptionError
+from .handle import HANDLE, PLAIN, Acceleration, handle_of
+from .planner.places import PLACES
 from .planner.resolve import resolve
 from .quantization.weights import holds_scaled
 
@@ -102,12 +102,12 @@ class Accelerated:
         return _enable(self, "attention", backend, {})
 
     def enable_sage_attention(self, variant: str = "auto", **parameters: Any) -> Any:
-        """8-bit attention; keywords are those of `attention.sage.SageAttention`."""
+        """8-bit attention; keywords are those of `attention.sage.config.SageAttention`."""
         return _enable(self, "attention", "sage", {"variant": variant, **parameters})
 
     def enable_sparse_attention(self, method: Any = "auto", **parameters: Any) -> Any:
         """Block-sparse self-attention for video: "radial", "sta", "svg", "svg2", "topk", "auto" (by geometry and
-        length), or a callable that makes the plan; keywords are those of `attention.sparse.SparseAttention`."""
+        length), or a callable that makes the plan; keywords are those of `attention.sparse.config.SparseAttention`."""
         if not isinstance(method, str):
             return _enable(self, "attention", "custom", {"method": method, **parameters})
         return _enable(self, "attention", "sparse_auto" if method == "auto" else method, parameters)
@@ -135,12 +135,12 @@ class Accelerated:
 
     def enable_layerwise_offload(self, **parameters: Any) -> Any:
         """Few blocks resident, the rest on the host or on disk; keywords are those of
-        `memory.layerwise.LayerwiseOffload`."""
+        `offload.layerwise.config.LayerwiseOffload`."""
         return _enable(self, "offload", "layerwise", parameters)
 
     def enable_stage_offload(self, **parameters: Any) -> Any:
         """Encoders, denoiser and decoder take turns on the device; keywords are those of
-        `memory.placement.StageOffload`."""
+        `offload.stage.config.StageOffload`."""
         return _enable(self, "offload", "stage", parameters)
 
     def disable_offload(self) -> Any:
@@ -179,9 +179,9 @@ class Accelerated:
 
     def enable_vae_tiling(self, exact: bool = False, **sizes: Any) -> Any:
         """Decode (and encode) in parts. `exact=True`: strips that keep the picture but for rounding, keywords (mode,
-        max_bytes, rows, encode) are those of `memory.vae_exact.ExactVae`. Otherwise blended tiles, keywords
+        max_bytes, rows, encode) are those of `vae.exact.config.ExactVae`. Otherwise blended tiles, keywords
         (tile_height, tile_width, stride_height, stride_width in pixels, tile_frames, stride_frames) are those of
-        `memory.vae_tiling.VaeTiling`."""
+        `vae.blended.config.VaeTiling`."""
         if not isinstance(exact, bool):
             raise InvalidOptionError(f"exact={exact!r}: must be True or False")
         return _enable(self, "vae_tiling", "exact" if exact else "blended", sizes)

@@ -45,7 +45,7 @@ of the denoiser's calls within a scheduler step names them: either way each bran
 def pipelines() -> dict[str, Any]:
     """Builders of all tiny pipelines by name."""
     from tests import tiny
-    from tests.families.table import FAMILIES, build
+    from tests.models.families.table import FAMILIES, build
 
     found: dict[str, Any] = {name: lambda name=name: build(name) for name in FAMILIES}
     return found | {"sdxl": lambda: tiny.build("sdxl")}

@@ -16,10 +16,10 @@ from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import attention_backends, dispatch_attention, unwrap_module
 from ..core.run import Run
 from ..errors import InvalidOptionError, MissingDependencyError, unknown
+from .attach import attach_handler, interceptable
 from .backends import AUTO, BACKENDS, Backend, unfit, unfit_call
 from .calls import Counts, Inputs, Where
-from .lever import attach_handler, interceptable
-from .rebind import form, processors
+from .processors import form, processors
 
 FIELD = "_attention_backend"
 

@@ -4,16 +4,16 @@ from diffaccel.caching import Forecast, Guards, ProbeGate, Stack
 pipe.enable_cache(gate=ProbeGate(0.1), predictor=Forecast(order=1), guard=Guards(warmup_steps=4), scope=Stack(1))
 """
 
-from .adaptive import RatesGate
-from .gates import Gate, ProbeGate
+from .gates.adacache import RatesGate
+from .gates.base import Gate, ProbeGate
+from .gates.easycache import ProbeAligned, ProbeSumGate, RateGate
+from .gates.magcache import MagnitudeGate
+from .gates.seacache import SpectralGate
+from .gates.teacache import PolynomialGate, TimePolynomialGate
 from .guards import Guards
-from .magnitude import MagnitudeGate
-from .polynomial import PolynomialGate, TimePolynomialGate
 from .predictors import Forecast
-from .probing import ProbeAligned, ProbeSumGate, RateGate
 from .schedule import ScheduleGate
-from .scopes import Deep, Denoiser, Halves, Modules, Stack
-from .spectral import SpectralGate
+from .scopes.config import Deep, Denoiser, Halves, Modules, Stack
 
 __all__ = [
     "Deep",

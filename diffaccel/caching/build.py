@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from ..core.hooks import RootHook
+from ..core.chain import RootHook
 from ..models.spec import ModelSpec
-from .denoiser_tap import DenoiserTap
 from .engine import Engine, Recipe, Tap
-from .gates import MODULATED, PAIR, PROBE
-from .halves_tap import HalvesTap
-from .module_tap import ModuleTap, modules_of
-from .scopes import Deep, Denoiser, Halves, Modules, Stack
-from .sights import blind
-from .stack_tap import StackTap, blocks_of
-from .unet_tap import UNetTap, parts_left_out, unfit_unet
+from .gates.base import MODULATED, PAIR, PROBE
+from .observe import blind
+from .scopes.config import Deep, Denoiser, Halves, Modules, Stack
+from .scopes.denoiser import DenoiserTap
+from .scopes.halves import HalvesTap
+from .scopes.modules import ModuleTap, modules_of
+from .scopes.stack import StackTap, blocks_of
+from .scopes.unet import UNetTap, parts_left_out, unfit_unet
 
 IN_BLOCKS = (PROBE, PAIR, MODULATED)
 

@@ -13,16 +13,16 @@ from typing import Any, Protocol
 
 import torch
 
+from ..core.chain import RootHook
 from ..core.compat import eager, set_eval_frame
-from ..core.hooks import RootHook
 from ..core.run import Call, Run
 from ..errors import InvalidOptionError
 from ..models.spec import ModelSpec
-from .gates import GRID, INPUT, NOTHING, OUTPUT, TIME
+from .gates.base import GRID, INPUT, NOTHING, OUTPUT, TIME
 from .grouped import GroupedPolicy, groups_of
+from .observe import Sights
 from .policy import ALL, Foreseen, Memory, Policy, bytes_held, forecast_error, foresee, half_of, new_memory
-from .scopes import BEHIND_FIRST_BLOCK, Denoiser, Scope
-from .sights import Sights
+from .scopes.config import BEHIND_FIRST_BLOCK, Denoiser, Scope
 from .step import Step
 
 BRANCHES = ("each", "first")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .gates import NOTHING, TIME, Gate
+from .gates.base import NOTHING, TIME, Gate
 from .guards import Guards, Tally, rule
 from .predictors import REUSE, Sample, new_sample
 from .step import Ruling, Step, coordinate

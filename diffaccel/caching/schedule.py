@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..errors import InvalidOptionError
-from .gates import NOTHING, Gate
+from .gates.base import NOTHING, Gate
 from .step import Ruling, Step
 
 Mask = tuple[bool, ...]

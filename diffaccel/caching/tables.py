@@ -10,8 +10,8 @@ from importlib import resources
 from typing import Any
 
 from ..errors import InvalidOptionError, UnsupportedModelError, nearest, unknown
-from .magnitude import MagnitudeGate
-from .polynomial import PolynomialGate, TimePolynomialGate
+from .gates.magcache import MagnitudeGate
+from .gates.teacache import PolynomialGate, TimePolynomialGate
 from .schedule import Mask, parse_schedule
 
 HOW_TEACACHE = (

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
+from ..core.chain import PREFIX, compiled_body
 from ..core.compat import COMPILED, REGISTRY, compile_backends, compile_counts, no_duck_shape, unwrap_module
-from ..core.hooks import PREFIX, compiled_body
 from ..core.run import Call, Run
 from ..errors import IncompatibleError, InvalidOptionError, MissingDependencyError, nearest
 from .toolchain import lacks

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ..ledger.hardware import Hardware
     from ..models.spec import ModelSpec
-    from .hooks import RootHook
+    from .chain import RootHook
     from .run import Run
 
 

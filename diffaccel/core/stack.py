@@ -10,8 +10,8 @@ import torch
 
 from ..errors import IncompatibleError
 from .accelerator import Accelerator, Edit, Site, Target
+from .chain import RootHook, install_root, invalidate
 from .compat import host_edit, unwrap_module
-from .hooks import RootHook, install_root, invalidate
 
 
 class Stack:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core.chain import RootHook
 from ..core.compat import leaves, unwrap_module
-from ..core.hooks import RootHook
 from ..core.run import Call, Run
 from ..models.spec import ModelSpec
 from .difference import Act, Memory, Steps, difference, unconditional

@@ -28,7 +28,7 @@ FAMILIES = (
     "z_image",
 )
 
-CARDS: dict[str, ModelSpec] = {name: import_module(f".{name}", __package__).CARD for name in FAMILIES}
+CARDS: dict[str, ModelSpec] = {name: import_module(f".cards.{name}", __package__).CARD for name in FAMILIES}
 
 UNKNOWN = "unknown"  # family of a model without a card whose blocks are not known (yet)
 

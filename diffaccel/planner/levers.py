@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.rules import CACHES, KERNELS, SPARSE
+from .places import CACHES, KERNELS, SPARSE
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class CacheMethod(Lever):
 LEVERS: Mapping[str, Mapping[str, Lever]] = {
     "attention": {
         **{name: Lever("attention.choice", "AttentionBackend", {"backend": name}) for name in KERNELS},
-        "sage": Lever("attention.sage", "SageAttention"),
-        **{name: Lever("attention.sparse", "SparseAttention", {"method": name}) for name in SPARSE},
-        "sparse_auto": Lever("attention.sparse", "SparseAttention", {"method": "auto"}),
-        "custom": Lever("attention.sparse", "SparseAttention"),
+        "sage": Lever("attention.sage.config", "SageAttention"),
+        **{name: Lever("attention.sparse.config", "SparseAttention", {"method": name}) for name in SPARSE},
+        "sparse_auto": Lever("attention.sparse.config", "SparseAttention", {"method": "auto"}),
+        "custom": Lever("attention.sparse.config", "SparseAttention"),
     },
     "cache": {name: CacheMethod("caching.methods", name) for name in CACHES},
     "compile": {"True": Lever("compilation.regional", "RegionalCompile")},
     "guidance": {"reuse": Lever("guidance.reuse", "GuidanceReuse")},
-    "lora": {"True": Lever("quantization.lora", "Lora")},
+    "lora": {"True": Lever("quantization.lora.manager", "Lora")},
     "offload": {
-        "layerwise": Lever("memory.layerwise", "LayerwiseOffload"),
-        "stage": Lever("memory.placement", "StageOffload"),
+        "layerwise": Lever("offload.layerwise.config", "LayerwiseOffload"),
+        "stage": Lever("offload.stage.config", "StageOffload"),
     },
     "quantization": {
         "fp8": Lever("quantization.fp8", "Fp8"),
@@ -57,7 +57,7 @@ LEVERS: Mapping[str, Mapping[str, Lever]] = {
         "svdquant": Lever("quantization.svdquant", "SvdQuant"),
     },
     "vae_tiling": {
-        "blended": Lever("memory.vae_tiling", "VaeTiling"),
-        "exact": Lever("memory.vae_exact", "ExactVae"),
+        "blended": Lever("vae.blended.config", "VaeTiling"),
+        "exact": Lever("vae.exact.config", "ExactVae"),
     },
 }

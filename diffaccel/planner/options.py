@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..core.accelerator import Accelerator, Fidelity
-from ..core.rules import PLACES, Place
 from ..errors import InvalidOptionError, nearest, unknown
 from .levers import LEVERS
+from .places import PLACES, Place
 
 BUDGET_FIDELITIES = tuple(f.value for f in Fidelity)
 

@@ -12,17 +12,17 @@ import torch
 
 from ..core.accelerator import Accelerator, Fidelity, Target, Verdict
 from ..core.compat import int8_units
-from ..core.rules import PLACES, RULES, Place, in_order
 from ..core.stack import weights_on_meta
 from ..errors import BudgetError, InvalidOptionError, InvalidPipelineError, UnsupportedModelError, unknown
 from ..ledger import hardware as machines
 from ..ledger.hardware import Hardware
-from ..models.learn import LearnBlocks
 from ..models.registry import lookup
 from . import toml
+from .learn import LearnBlocks
 from .levers import LEVERS
-from .memory import judge
+from .offload_budget import judge
 from .options import Budget, build, validate
+from .places import PLACES, RULES, Place, in_order
 from .plan import Plan, PlanItem
 from .presets import Preset, load
 from .presets.fitting import fit

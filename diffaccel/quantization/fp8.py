@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from ..ledger.hardware import Hardware
 from .backends import AUTO, NATIVE, TORCHAO, Recipe
+from .base import QuantizedWeights, choice
 from .formats import FP8
-from .lever import QuantizedWeights, choice
 from .weights import DYNAMIC, STORAGE, WEIGHT_ONLY
 
 SCHEMES = (DYNAMIC, WEIGHT_ONLY, STORAGE)

@@ -10,7 +10,7 @@ import torch
 from ..core.compat import int8_units
 from ..ledger.hardware import Hardware
 from .backends import AUTO, NATIVE, Recipe
-from .lever import QuantizedWeights, choice
+from .base import QuantizedWeights, choice
 from .weights import DYNAMIC, WEIGHT_ONLY
 
 SCHEMES = (DYNAMIC, WEIGHT_ONLY)

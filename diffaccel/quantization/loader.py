@@ -22,9 +22,9 @@ from ..ledger.hardware import detect
 from ..models.registry import CARDS
 from ..models.spec import ModelSpec
 from .backends import Recipe
+from .base import ENCODERS, QuantizedWeights
 from .fp8 import Fp8
 from .int8 import Int8
-from .lever import ENCODERS, QuantizedWeights
 from .policy import Policy, select, select_encoder
 
 SCHEMES: dict[str, QuantizedWeights] = {

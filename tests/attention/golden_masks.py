@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from diffaccel.attention.geometry import Geometry
-from diffaccel.attention.masks import radial, sta, svg, svg2
 from diffaccel.attention.plan import BlockPlan
+from diffaccel.attention.sparse import radial, sta, svg, svg2
 from tests.golden import Mismatch, compare
 
 Data = dict[str, Any]

@@ -16,10 +16,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from diffaccel.attention.int8 import BLOCK_QUERIES
 from diffaccel.attention.kernels import triton_code
 from diffaccel.attention.kernels.tiles import Tile, tile
 from diffaccel.attention.kernels.triton_sparse import width
+from diffaccel.attention.sage.int8 import BLOCK_QUERIES
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 UNALIGNED = ("heads", "group", "queries", "keys", "q_blocks", "k_blocks")  # any whole number, as in a ragged call

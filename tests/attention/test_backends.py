@@ -12,8 +12,8 @@ import torch
 
 from diffaccel.attention.backends import BACKENDS, SAGE, Backend, Package, absent, unfit, unfit_call
 from diffaccel.core.compat import AttentionBackendName, dispatch_attention
-from diffaccel.core.rules import KERNELS
 from diffaccel.ledger.hardware import HARDWARE
+from diffaccel.planner.places import KERNELS
 
 from .cases import tensors, truth
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from diffaccel.attention import int8
-from diffaccel.attention.int8 import BLOCK_KEYS, int8_attention_reference, per_block, quantize
+from diffaccel.attention.sage import int8
+from diffaccel.attention.sage.int8 import BLOCK_KEYS, int8_attention_reference, per_block, quantize
 
 from .cases import relative_l1, tensors, truth, with_outliers
 

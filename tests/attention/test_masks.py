@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from diffaccel.attention.geometry import Geometry
-from diffaccel.attention.masks import layout, radial, sta, svg, svg2, topk
 from diffaccel.attention.plan import BlockPlan
+from diffaccel.attention.sparse import layout, radial, sta, svg, svg2, topk
 from tests.attention.golden_masks import any_of_blocks
 
 GRIDS = [

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 
 from diffaccel import accelerate, plan, restore
-from diffaccel.attention import sage
 from diffaccel.attention.backends import SAGE, Backend, unfit_call
 from diffaccel.attention.calls import Counts, Inputs, Where
-from diffaccel.attention.int8 import int8_attention_reference
-from diffaccel.attention.sage import NAME, SageAttention, _Handler
-from diffaccel.attention.sage_variants import attend, load
+from diffaccel.attention.sage import config as sage
+from diffaccel.attention.sage.config import NAME, SageAttention, _Handler
+from diffaccel.attention.sage.int8 import int8_attention_reference
+from diffaccel.attention.sage.variants import attend, load
 from diffaccel.core.run import Call, Run
 from diffaccel.errors import InvalidOptionError, MissingDependencyError
 from tests import fingerprint, tiny
-from tests.families import table
+from tests.models.families import table
 
 from .cases import relative_l1, tensors, truth
 

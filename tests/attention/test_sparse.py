@@ -15,8 +15,8 @@ from diffaccel.attention.geometry import Geometry
 from diffaccel.attention.plan import BlockPlan, Blocks, HeadPlans
 from diffaccel.errors import DiffaccelError, InvalidOptionError, UnsupportedModelError
 from tests import fingerprint, tiny
-from tests.attention.test_seam import opened
-from tests.families import table
+from tests.attention.test_intercept import opened
+from tests.models.families import table
 
 FAMILIES = ("wan", "wan22", "hunyuan_video", "hunyuan_video15", "ltx", "cogvideox", "mochi")
 METHODS = ("radial", "sta", "svg", "svg2", "topk")

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diffaccel.attention.geometry import Geometry
 from diffaccel.attention.kernels import torch_plan
 from diffaccel.attention.kernels.torch_plan import block_sparse, prepare
-from diffaccel.attention.masks import layout, radial, sta, svg, svg2, topk
 from diffaccel.attention.plan import BlockPlan, Blocks, HeadPlans
+from diffaccel.attention.sparse import layout, radial, sta, svg, svg2, topk
 from diffaccel.errors import InvalidOptionError
 
 

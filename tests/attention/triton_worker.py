@@ -17,11 +17,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from diffaccel.attention.calls import Inputs
-from diffaccel.attention.int8 import int8_attention_reference
 from diffaccel.attention.kernels import torch_plan, triton_sparse
 from diffaccel.attention.kernels.triton_int8 import int8_attention
 from diffaccel.attention.plan import BlockPlan, HeadPlans
-from diffaccel.attention.sage_variants import attend, load
+from diffaccel.attention.sage.int8 import int8_attention_reference
+from diffaccel.attention.sage.variants import attend, load
 from tests.attention.cases import (
     full_plan,
     ragged_plans,

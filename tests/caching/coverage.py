@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffaccel.caching.gates import ProbeGate
-from diffaccel.caching.scopes import Stack
-from tests.families.table import FAMILIES
+from diffaccel.caching.gates.base import ProbeGate
+from diffaccel.caching.scopes.config import Stack
+from tests.models.families.table import FAMILIES
 
 COVERED: dict[str, Any] = {"cache_min_steps": 0, "cache_last_steps": 0}
 # Options with which every method reuses some of five steps; numbers that are calibrated per model are made up.

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diffaccel.caching.adaptive import RatesGate
 from diffaccel.caching.engine import Recipe
-from diffaccel.caching.gates import Gate, ProbeGate
+from diffaccel.caching.gates.adacache import RatesGate
+from diffaccel.caching.gates.base import Gate, ProbeGate
+from diffaccel.caching.gates.easycache import ProbeSumGate, RateGate
+from diffaccel.caching.gates.seacache import SpectralGate
+from diffaccel.caching.gates.teacache import PolynomialGate
 from diffaccel.caching.guards import Guards
 from diffaccel.caching.policy import Policy
-from diffaccel.caching.polynomial import PolynomialGate
-from diffaccel.caching.probing import ProbeSumGate, RateGate
-from diffaccel.caching.scopes import Denoiser, Scope, Stack
-from diffaccel.caching.spectral import SpectralGate
+from diffaccel.caching.scopes.config import Denoiser, Scope, Stack
 from tests.caching.scripted import Driven, Scripted, drive, halves
 
 STEPS = 10

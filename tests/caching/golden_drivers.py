@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import torch
 
 from diffaccel.caching import schedule
-from diffaccel.caching.adaptive import adacache_rate
 from diffaccel.caching.engine import Recipe
-from diffaccel.caching.gates import ProbeGate
+from diffaccel.caching.gates.adacache import adacache_rate
+from diffaccel.caching.gates.base import ProbeGate
+from diffaccel.caching.gates.easycache import ProbeAligned, ProbeSumGate, RateGate, dicache_gamma
+from diffaccel.caching.gates.magcache import MagnitudeGate, magnitude_ratio, nearest_indices
+from diffaccel.caching.gates.seacache import SpectralGate, sea_filter, sea_gain
+from diffaccel.caching.gates.teacache import PolynomialGate
 from diffaccel.caching.guards import Guards
-from diffaccel.caching.magnitude import MagnitudeGate, magnitude_ratio, nearest_indices
 from diffaccel.caching.policy import Memory, Policy
-from diffaccel.caching.polynomial import PolynomialGate
 from diffaccel.caching.predictors import REUSE, Forecast
-from diffaccel.caching.probing import ProbeAligned, ProbeSumGate, RateGate, dicache_gamma
 from diffaccel.caching.schedule import ScheduleGate, computed_steps
-from diffaccel.caching.scopes import Denoiser, Stack
-from diffaccel.caching.spectral import SpectralGate, sea_filter, sea_gain
+from diffaccel.caching.scopes.config import Denoiser, Stack
 from diffaccel.caching.step import Step
 from diffaccel.caching.tables import load, steps_mask
 from tests.caching.scripted import Scripted, drive, halves

@@ -10,11 +10,11 @@ import torch
 
 from diffaccel.caching.build import put_on
 from diffaccel.caching.engine import Recipe
-from diffaccel.caching.gates import ProbeGate
+from diffaccel.caching.gates.base import ProbeGate
 from diffaccel.caching.guards import Guards
 from diffaccel.caching.policy import Memory, Policy
-from diffaccel.caching.scopes import Denoiser, Stack
-from diffaccel.core.hooks import install_root
+from diffaccel.caching.scopes.config import Denoiser, Stack
+from diffaccel.core.chain import install_root
 from diffaccel.core.run import Call, Run, running
 from diffaccel.models.spec import BlockList, ModelSpec
 

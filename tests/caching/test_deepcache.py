@@ -17,12 +17,12 @@ from diffusers import (
 )
 
 from diffaccel import Plan, accelerate, plan, restore
-from diffaccel.caching.adaptive import RatesGate
-from diffaccel.caching.gates import ProbeGate
+from diffaccel.caching.gates.adacache import RatesGate
+from diffaccel.caching.gates.base import ProbeGate
+from diffaccel.caching.gates.easycache import RateGate
 from diffaccel.caching.guards import Guards
-from diffaccel.caching.probing import RateGate
 from diffaccel.caching.schedule import ScheduleGate
-from diffaccel.caching.scopes import Deep
+from diffaccel.caching.scopes.config import Deep
 from diffaccel.core.run import Run
 from diffaccel.errors import InvalidOptionError, UnsupportedModelError
 from tests import fingerprint, tiny

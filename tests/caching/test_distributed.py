@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from diffaccel.caching.gates import ProbeGate
+from diffaccel.caching.gates.base import ProbeGate
 from diffaccel.caching.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]

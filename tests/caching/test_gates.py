@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from diffaccel.caching import gates, probing
-from diffaccel.caching.adaptive import CODEBOOK_100, RatesGate, adacache_rate
-from diffaccel.caching.gates import ProbeGate, SumGate, reduce_decision, relative_l1, worst_relative_l1
-from diffaccel.caching.polynomial import PolynomialGate, fit_polynomial
+from diffaccel.caching.gates import base as gates
+from diffaccel.caching.gates import easycache as probing
+from diffaccel.caching.gates.adacache import CODEBOOK_100, RatesGate, adacache_rate
+from diffaccel.caching.gates.base import ProbeGate, SumGate, reduce_decision, relative_l1, worst_relative_l1
+from diffaccel.caching.gates.easycache import ProbeAligned, ProbeSumGate, RateGate, dicache_gamma
+from diffaccel.caching.gates.seacache import SpectralGate, sea_filter, sea_gain
+from diffaccel.caching.gates.teacache import PolynomialGate, fit_polynomial
 from diffaccel.caching.predictors import Forecast, Sample
-from diffaccel.caching.probing import ProbeAligned, ProbeSumGate, RateGate, dicache_gamma
-from diffaccel.caching.spectral import SpectralGate, sea_filter, sea_gain
 from diffaccel.caching.step import Ruling, Step
 from diffaccel.errors import InvalidOptionError
 

@@ -12,7 +12,7 @@ from diffaccel.caching import Denoiser, Forecast, Guards, Modules, ProbeGate
 from diffaccel.caching.grouped import groups_of, take
 from diffaccel.errors import UnsupportedModelError
 from tests import tiny
-from tests.bugs.methods import cached
+from tests.caching.settings import cached
 from tests.invariants.levers import pattern
 
 # Thresholds at which the calm and the restless picture need different steps.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffaccel.caching.gates import relative_l1
+from diffaccel.caching.gates.base import relative_l1
 from diffaccel.caching.guards import Guards, Tally, rule
 from diffaccel.caching.methods.first_block import FirstBlockCache
 from diffaccel.caching.step import Ruling, Step

@@ -11,7 +11,7 @@ from diffusers import FlowMatchHeunDiscreteScheduler, HeunDiscreteScheduler
 
 from diffaccel import accelerate
 from tests import tiny
-from tests.families import table
+from tests.models.families import table
 
 from .coverage import COVERED, OPTIONS
 

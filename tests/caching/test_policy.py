@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from diffaccel.caching import schedule
-from diffaccel.caching.adaptive import RatesGate
-from diffaccel.caching.gates import ProbeGate, SumGate
+from diffaccel.caching.gates.adacache import RatesGate
+from diffaccel.caching.gates.base import ProbeGate, SumGate
+from diffaccel.caching.gates.easycache import ProbeAligned, ProbeSumGate, RateGate
+from diffaccel.caching.gates.magcache import MagnitudeGate
+from diffaccel.caching.gates.seacache import SpectralGate
+from diffaccel.caching.gates.teacache import TimePolynomialGate
 from diffaccel.caching.guards import Guards, Tally, rule
-from diffaccel.caching.magnitude import MagnitudeGate
 from diffaccel.caching.policy import Policy, bytes_held, forecast_error, foresee
-from diffaccel.caching.polynomial import TimePolynomialGate
 from diffaccel.caching.predictors import REUSE, Forecast
-from diffaccel.caching.probing import ProbeAligned, ProbeSumGate, RateGate
 from diffaccel.caching.schedule import ScheduleGate
-from diffaccel.caching.spectral import SpectralGate
 from diffaccel.caching.step import Ruling, Step
 from diffaccel.errors import InvalidOptionError
 from tests.caching.golden_drivers import loop

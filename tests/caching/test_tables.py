@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diffaccel.caching.polynomial import PolynomialGate, TimePolynomialGate
+from diffaccel.caching.gates.teacache import PolynomialGate, TimePolynomialGate
 from diffaccel.caching.tables import entry, load, magnitude_gate, polynomial_set
 from diffaccel.errors import InvalidOptionError, UnsupportedModelError
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from diffaccel.caching.predictors import Forecast
-from diffaccel.caching.unet_tap import branches_of
-from diffaccel.models.sdxl import CARD, PARTS
+from diffaccel.caching.scopes.unet import branches_of
+from diffaccel.models.cards.sdxl import CARD, PARTS
 from tests import tiny
 from tests.caching.unets import FREEU, ByHand, Driven, calls_of, computed, deep, inputs_of, pipeline, unet_of
 

@@ -18,10 +18,10 @@ from diffaccel.caching.guards import Guards
 from diffaccel.caching.policy import Policy
 from diffaccel.caching.predictors import REUSE
 from diffaccel.caching.schedule import ScheduleGate
-from diffaccel.caching.scopes import Deep
-from diffaccel.core.hooks import install_root
+from diffaccel.caching.scopes.config import Deep
+from diffaccel.core.chain import install_root
 from diffaccel.core.run import Run, running
-from diffaccel.models.sdxl import CARD
+from diffaccel.models.cards.sdxl import CARD
 from tests import tiny
 
 OPEN = {"cache": "deepcache", "cache_min_steps": 0, "cache_last_steps": 0}  # no guard in the way

@@ -15,7 +15,7 @@ from diffaccel import plan
 from diffaccel.core.compat import leaves
 from diffaccel.guidance.halves import half_of_inputs, half_of_output, rows
 from diffaccel.models import CARDS
-from tests.families.table import COND, FAMILIES, STEPS, build, run
+from tests.models.families.table import COND, FAMILIES, STEPS, build, run
 
 from .helpers import done, reuse, stood_down, strips
 

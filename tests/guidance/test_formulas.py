@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import AdaptiveProjectedGuidance, ClassifierFreeGuidance, ClassifierFreeZeroStarGuidance
 
-from tests.families.table import build, run
+from tests.models.families.table import build, run
 
 from .helpers import done, reuse
 

@@ -12,7 +12,7 @@ from diffaccel import Plan, accelerate, attach, plan, restore
 from diffaccel.errors import IncompatibleError, InvalidOptionError, UnsupportedModelError
 from diffaccel.guidance.reuse import GuidanceReuse
 from tests import fingerprint, tiny
-from tests.families.table import build as build_family
+from tests.models.families.table import build as build_family
 
 from .helpers import FREE, done, reuse
 

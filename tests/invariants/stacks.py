@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from diffaccel import accelerate
-from diffaccel.attention.methods import make
+from diffaccel.attention.sparse.registry import make
 from tests import tiny
 from tests.quantization.loras import state_dict
 

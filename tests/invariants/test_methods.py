@@ -10,7 +10,7 @@ import torch
 
 from diffaccel import accelerate, restore
 from tests import fingerprint, tiny
-from tests.bugs.methods import (
+from tests.caching.settings import (
     METHODS,
     NEUTRAL,
     NO_GUARDS,

@@ -14,7 +14,7 @@ from diffaccel.quantization.policy import Policy, Selection, select, select_enco
 from diffaccel.quantization.sensitivity import LayerCost, keep_within, keeping, measure, output_error, table
 from diffaccel.quantization.weights import ScaledWeight
 from tests import tiny
-from tests.families import table as families
+from tests.models.families import table as families
 
 # Of every family: how many layers are quantized in its tiny pipeline (counted by hand from the model's code: per block
 # the projections of its attentions and the two or three layers of each feed-forward).

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..int8 import BLOCK_KEYS, BLOCK_QUERIES, quantize
+from ..sage.int8 import BLOCK_KEYS, BLOCK_QUERIES, quantize
 from .tiles import Tile
 from .triton_sparse import cut, interpreted, on, precision, width
 

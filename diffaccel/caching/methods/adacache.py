@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...core.accelerator import Target
-from ..adaptive import CODEBOOK_30_FAST, RatesGate
 from ..engine import Recipe
+from ..gates.adacache import CODEBOOK_30_FAST, RatesGate
 from ..policy import Policy
-from ..scopes import Stack
+from ..scopes.config import Stack
 from .base import Extrapolating
 
 

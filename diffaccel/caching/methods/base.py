@@ -16,8 +16,8 @@ from ..build import blocks_left_out, put_on, unfit
 from ..engine import BRANCHES, Engine, Recipe
 from ..guards import Guards
 from ..predictors import Forecast
-from ..scopes import Denoiser, Modules, Scope, Stack
-from ..stack_tap import blocks_of
+from ..scopes.config import Denoiser, Modules, Scope, Stack
+from ..scopes.stack import blocks_of
 
 SCOPES = ("denoiser", "modules", "stack")
 # The parameters of `StepCache` that are guards.

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from ...core.accelerator import Target
 from ...errors import InvalidOptionError
 from ..engine import Recipe
-from ..gates import Gate
+from ..gates.base import Gate
 from ..guards import Guards
 from ..policy import Policy, Predictor
 from ..predictors import REUSE
-from ..scopes import BEHIND_FIRST_BLOCK, Scope
+from ..scopes.config import BEHIND_FIRST_BLOCK, Scope
 from .base import GUARDED, StepCache
 
 

@@ -9,12 +9,12 @@ from typing import ClassVar
 from ...core.accelerator import Target
 from ...errors import InvalidOptionError
 from ..engine import Recipe
-from ..gates import ProbeGate
+from ..gates.base import ProbeGate
 from ..guards import POLICIES
 from ..policy import Policy
 from ..predictors import Forecast
 from ..schedule import check_form
-from ..scopes import Stack
+from ..scopes.config import Stack
 from ..tables import load
 from .base import Extrapolating, counted
 

@@ -11,7 +11,7 @@ from .. import schedule
 from ..engine import Recipe
 from ..policy import Policy
 from ..schedule import ScheduleGate
-from ..scopes import Halves
+from ..scopes.config import Halves
 from .base import Extrapolating
 
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 from ...core.accelerator import Target
 from ...errors import InvalidOptionError
 from ..engine import Recipe
+from ..gates.easycache import ProbeAligned, ProbeSumGate
 from ..policy import Policy
-from ..probing import ProbeAligned, ProbeSumGate
-from ..scopes import Stack
+from ..scopes.config import Stack
 from .base import StepCache, counted
 
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from ...core.accelerator import Target
 from ..engine import Recipe
+from ..gates.easycache import RateGate
 from ..policy import Policy
-from ..probing import RateGate
-from ..scopes import Denoiser
+from ..scopes.config import Denoiser
 from .base import Extrapolating
 
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from ...core.accelerator import Target
 from ..engine import Recipe
-from ..gates import ProbeGate
+from ..gates.base import ProbeGate
 from ..policy import Policy
 from ..predictors import Forecast
-from ..scopes import Stack
+from ..scopes.config import Stack
 from .base import Extrapolating, counted
 
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from ...core.accelerator import Target
 from ..engine import Recipe
-from ..gates import check_threshold
-from ..magnitude import MagnitudeGate
+from ..gates.base import check_threshold
+from ..gates.magcache import MagnitudeGate
 from ..policy import Policy
-from ..scopes import Stack
+from ..scopes.config import Stack
 from ..tables import magnitude_gate
 from .base import Extrapolating, checkpoint
 

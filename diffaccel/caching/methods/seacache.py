@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from ...core.accelerator import Target
 from ..engine import Recipe
-from ..gates import check_threshold
+from ..gates.base import check_threshold
+from ..gates.seacache import SpectralGate
 from ..policy import Policy
-from ..scopes import Stack
-from ..spectral import SpectralGate
+from ..scopes.config import Stack
 from .base import Extrapolating
 
 FRAMED = ("BCFHW", "BFCHW", "list")

@@ -12,7 +12,7 @@ from .. import schedule
 from ..engine import Recipe
 from ..policy import Policy
 from ..schedule import ScheduleGate
-from ..scopes import Scope
+from ..scopes.config import Scope
 from .base import Extrapolating, scope_of
 
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 from ...core.accelerator import Target
 from ...errors import InvalidOptionError, UnsupportedModelError
 from ..engine import Recipe
-from ..gates import MODULATED, TIME, check_threshold
+from ..gates.base import MODULATED, TIME, check_threshold
 from ..policy import Policy
-from ..scopes import Stack
+from ..scopes.config import Stack
 from ..tables import PolynomialSet, polynomial_set
 from .base import Extrapolating, checkpoint
 

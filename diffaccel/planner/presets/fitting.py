@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ...core.rules import PLACES
 from ...errors import InvalidOptionError
 from ...ledger.hardware import HARDWARE, Hardware
+from ..places import PLACES
 from . import Preset, known, load
 
 AUTO = "auto"

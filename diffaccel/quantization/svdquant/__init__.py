@@ -4,6 +4,6 @@
 `nunchaku*.py` and `packing.py` the layouts of others; `linear.py` is the layer, and `lever.py` what puts it on.
 """
 
-from .lever import SvdQuant
+from .config import SvdQuant
 
 __all__ = ["SvdQuant"]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import IncompatibleError, InvalidOptionError
-from ..lora_layers import own_class
+from ..lora.layers import own_class
 from .formats import GROUP, SHIFT, Codes, pack_nibbles, quantize_activation
 from .math import Layer, Part, effective_weight
 from .packing import unpack_codes

@@ -229,7 +229,7 @@ def _report(path: Path, size: int, todo: Sequence[Work], header: Header, seconds
 
 def _plain_call(pipe: Any) -> Any:
     """The pipeline class's own `__call__`, also where the pipeline is accelerated."""
-    from ...acceleration import PLAIN
+    from ...handle import PLAIN
 
     return vars(type(pipe)).get(PLAIN, type(pipe)).__call__
 

@@ -182,7 +182,7 @@ def test_a_file_in_nunchakus_layout_is_put_on(tmp_path):
 
 
 def test_a_failure_leaves_nothing_half_done(tmp_path, monkeypatch):
-    from diffaccel.quantization.svdquant import lever
+    from diffaccel.quantization.svdquant import config as lever
 
     pipe = attach(tiny.build("flux"))
     plain, before = latents(pipe, "flux"), list(pipe.transformer.state_dict())

@@ -1,0 +1,1 @@
+"""Gates: is this step near enough to the computed ones? Named after the methods that use them."""

@@ -1,0 +1,136 @@
+"""The tap of the scope `Denoiser`: the whole call is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...core.clock import euler_lengths
+from ...core.compat import leaves
+from ...core.run import Call
+from ...extrapolation.correction import corrected
+from ..engine import Engine
+from ..observe import as_tensor, leading
+from ..predictors import Forecast, Sample
+from ..step import coordinate
+from .config import Denoiser
+from .stack import StackTap, blocks_of
+
+
+class DenoiserTap:
+    """Answers in the denoiser's stead: the forecast output, or input + forecast of (output - input).
+
+    Where the gate looks at blocks, the call is under way when it decides: what is left of the stack hands its input
+    through, and the denoiser's answer is replaced at the end.
+    """
+
+    def __init__(self, engine: Engine, scope: Denoiser) -> None:
+        self.engine, self.scope = engine, scope
+        self.watch: StackTap | None = None
+        if not engine.at_root:
+            count = len(blocks_of(engine.module, engine.spec))
+            self.watch = StackTap(engine, scope.front, count, watch=True)
+
+    def compute(self) -> None:
+        """The call is computed; with `correct`, its output will make good what forecasts before it missed."""
+        branch, call = self.engine.branch, self.engine.call
+        assert branch is not None and call is not None
+        if self.engine.recipe.per_sample:
+            self._then(call, self._mix)
+        if self.scope.correct and branch.missed:
+            self._then(call, self._correct)
+
+    def _then(self, call: Call, change: Callable[[Any], Any]) -> None:
+        """Change the output before anybody else does."""
+        outer = call.finish
+        call.finish = change if outer is None else (lambda output: outer(change(output)))
+
+    def _mix(self, output: Any) -> Any:
+        """Samples that are reused at a computed step get their forecasts."""
+        answers = self.engine.answers()
+        if not answers:
+            return output
+        tensors, repack = leaves(output)
+        whole = [tensor.clone() for tensor in tensors]
+        base = self._base(tensors)
+        for rows, forecast in answers:
+            for tensor, said in zip(whole, forecast, strict=True):
+                tensor[rows] = (said if base is None else base[rows] + said).to(tensor.dtype)
+        return repack(whole)
+
+    def _base(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
+        """The latents of the input, where output minus input is what is remembered."""
+        main = self.engine.main
+        if not self.scope.residual or len(tensors) != 1 or not isinstance(main, torch.Tensor):
+            return None
+        return leading(main, tensors[0])
+
+    def _correct(self, output: Any) -> Any:
+        engine, branch = self.engine, self.engine.branch
+        assert branch is not None and engine.call is not None
+        run, missed, forecast = engine.call.run, branch.missed, branch.policy.predictor
+        lengths = euler_lengths(run.scheduler, run.schedule()[1])
+        if lengths is None or not isinstance(forecast, Forecast):
+            name = type(run.scheduler).__name__
+            run.note(f"{engine.name} left out its correction: {name} does not simply add the denoiser's output")
+            return output
+        tensors, repack = leaves(output)
+        now = Sample(coordinate(engine.step, forecast.coordinate), tuple(tensors))
+        spans = {at: lengths[index] for index, at in missed}
+        return repack(
+            corrected(branch.memory.history, now, spans, lengths[engine.step.index], forecast, self.scope.correct)
+        )
+
+    def skip(self) -> None:
+        """Answer the call with the forecast."""
+        call, branch = self.engine.call, self.engine.branch
+        assert call is not None and branch is not None
+        if self.scope.correct:
+            step = self.engine.step
+            at = coordinate(step, branch.policy.predictor.coordinate)
+            branch.missed = (*branch.missed, (step.index, at))
+        if self.watch is None or self.watch.x is None:
+            call.answer = self._answer()
+        else:
+            answer = self._answer()
+            self.watch.skip()
+            self._then(call, lambda output: answer)
+
+    def _answer(self) -> Any:
+        branch = self.engine.branch
+        assert branch is not None
+        forecast = list(self.engine.forecast())
+        repack, residual, dtypes = branch.template
+        if residual:
+            base = leading(as_tensor(self.engine.main), forecast[0])
+            assert base is not None
+            forecast[0] = base + forecast[0]
+        return repack([value.to(dtype) for value, dtype in zip(forecast, dtypes, strict=True)])
+
+    def release(self, call: Call) -> None:
+        """Remember a computed output."""
+        engine, branch = self.engine, self.engine.branch
+        if self.watch is not None:
+            self.watch.release(call)
+        if not engine.computing or call.output is None or branch is None:
+            return
+        tensors, repack = leaves(call.output)
+        dtypes = [tensor.dtype for tensor in tensors]  # what is remembered may be wider
+        base = self._base(tensors)
+        if base is not None:
+            tensors = [tensors[0] - base]
+        branch.missed = ()
+        branch.template = (repack, base is not None, dtypes)
+        engine.store(tuple(tensors))
+
+    def relink(self) -> None:
+        """Put back what others dropped since the last run."""
+        if self.watch is not None:
+            self.watch.relink()
+
+    def undo(self) -> None:
+        """Leave the model as it was found."""
+        if self.watch is not None:
+            self.watch.undo()

@@ -1,0 +1,1 @@
+"""Pure mathematics of steps, torch alone: what caches, guidance and solvers share."""

@@ -1,0 +1,339 @@
+"""`pipe.acceleration`: the plan in force, the last report, undo, and the frame around every pipeline call."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
+
+from .core import snapshot as snapshots
+from .core.accelerator import Edit
+from .core.clock import unwatch
+from .core.report import RunReport
+from .core.run import Run, running, suspended
+from .core.snapshot import Snapshot
+from .core.stack import Stack
+from .errors import DiffaccelError, IncompatibleError
+from .models.registry import lookup
+from .planner.plan import Plan, PlanItem
+from .planner.resolve import Decision, resolve
+from .quantization.lora.manager import Loras
+
+CALLBACK_OBJECTS = (MultiPipelineCallbacks, PipelineCallback)
+HANDLE = "_diffaccel"  # instance attribute of an accelerated pipeline
+PLAIN = "_diffaccel_plain"  # class attribute of the shared subclass: the pipeline's own class
+
+
+def handle_of(pipe: Any) -> Acceleration | None:
+    """The handle of a pipeline, or None where it is not accelerated."""
+    found = getattr(pipe, "__dict__", {}).get(HANDLE)
+    return found if isinstance(found, Acceleration) else None
+
+
+def undress(pipe: Any) -> None:
+    """Give `pipe` its own class back."""
+    plain = getattr(type(pipe), PLAIN, None)
+    if plain is not None:
+        object.__setattr__(pipe, "__class__", plain)
+        vars(pipe).pop(HANDLE, None)
+
+
+class Acceleration:
+    """The handle of an accelerated pipeline.
+
+    Calls of one pipeline from several threads are serialised. A call from inside another call of the same
+    pipeline (in a step callback) runs on a light clone with a scheduler of its own and shared weights.
+    """
+
+    def __init__(self, pipe: Any, decision: Decision) -> None:
+        self._pipe = weakref.ref(pipe)
+        self._decision = decision
+        self.report: RunReport | None = None
+        self.retired = False  # after restore: a kept handle, or a shallow copy of the pipeline, changes nothing more
+        self.lock = threading.RLock()
+        self._runs: list[Run] = []  # runs in progress, outermost first; all of the thread that holds the lock
+        self.stack = Stack(decision.target, self)
+
+    # ---- what a user sees ------------------------------------------------------------------------------
+
+    @property
+    def pipe(self) -> Any:
+        """The accelerated pipeline."""
+        pipe = self._pipe()
+        if pipe is None:
+            raise DiffaccelError("the pipeline of this handle no longer exists")
+        return pipe
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force; items carry what the last run measured."""
+        plan, report = self._decision.plan, self.report
+        if report is None:
+            return plan
+        return replace(plan, items=tuple(_measured(item, report) for item in plan.items))
+
+    @property
+    def wishes(self) -> dict[str, Any]:
+        """What was asked for: the override values behind the plan."""
+        return dict(self._decision.wishes)
+
+    @property
+    def loras(self) -> Loras:
+        """The LoRAs of this pipeline: `.load(source, name, strength)`, `.set({name: strength})`, `.unload(name)`."""
+        return Loras(self)
+
+    def restore(self) -> Any:
+        """Undo everything; returns the pipeline. See `diffaccel.restore`."""
+        with self.idle("restore"):
+            pipe = self.pipe
+            self.stack.undo()
+            self.retired = True
+            undress(pipe)
+        return pipe
+
+    def snapshot(self) -> Snapshot:
+        """Pause point of the run in progress (call it inside `callback_on_step_end`)."""
+        run = self.run_in_progress()
+        if run is None:
+            raise DiffaccelError("snapshot(): no run of this pipeline is in progress in this thread")
+        spec = self.stack.target.spec
+        if spec.no_resume:
+            raise IncompatibleError(f"snapshot(): {spec.family}: {spec.no_resume}")
+        fixed = [edit.name for edit in self.stack.edits if not edit.preemptible]
+        if fixed:
+            raise IncompatibleError(f"snapshot(): {', '.join(fixed)} cannot be paused (preemptible=False)")
+        return snapshots.take(run)
+
+    def resume(self, state: Snapshot) -> Any:
+        """Go on from a snapshot.
+
+        Inside the very run it was taken in, puts the run's state back and returns None. Otherwise calls the
+        pipeline again from the snapshot and returns what the undisturbed call would have returned.
+        """
+        if not isinstance(state, Snapshot) or state.run.owner is not self:
+            raise DiffaccelError("resume(): the argument is not a snapshot of this accelerated pipeline")
+        self._require_life("resume")
+        if self.run_in_progress() is state.run:
+            snapshots.put_back(state.run, state)
+            return None
+        if state.run.request is None:
+            raise DiffaccelError("resume(): the snapshot is of a hand-written loop, which only its own code can go on")
+        return self._call(*state.run.request, state)
+
+    @contextlib.contextmanager
+    def run(self, num_inference_steps: int | None = None) -> Iterator[Run]:
+        """A run around a hand-written denoising loop over `pipe.transformer` and `pipe.scheduler`.
+
+        Steps are counted from `pipe.scheduler.step`; without a scheduler call `run.tick(None)` after each step.
+        """
+        self._require_life("run")
+        with self.lock, self._frame(self.pipe, None) as run:
+            if num_inference_steps is not None:
+                run.total = num_inference_steps
+            yield run
+
+    def _require_life(self, verb: str) -> None:
+        if self.retired:
+            raise DiffaccelError(f"{verb}(): the pipeline of this handle was restored; accelerate it again first")
+
+    def owns(self, pipe: Any) -> bool:
+        """Is `pipe` the pipeline of this handle (and not a shallow copy of it), and still accelerated?"""
+        return self._pipe() is pipe and not self.retired
+
+    def alive(self) -> bool:
+        """Does the pipeline still exist?"""
+        return self._pipe() is not None
+
+    def describe(self) -> str:
+        """Class of the pipeline and what is on, for messages."""
+        pipe = self._pipe()
+        return f"{type(pipe).__name__}: {', '.join(self._decision.plan.enabled) or 'nothing enabled'}"
+
+    def __str__(self) -> str:
+        return str(self.plan)
+
+    def __repr__(self) -> str:
+        return f"<Acceleration of {self.describe()}>"
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
+    # ---- attaching -------------------------------------------------------------------------------------
+
+    def adopt(self, decision: Decision, note: str | None = None) -> None:
+        """Put a decision into effect in place of the one in force; on an error the old one stays.
+
+        `note` is added to the plan. Waits for runs in other threads; refused inside a run of this one.
+        """
+        with self.idle("accelerate"):
+            old = self._decision if self.stack.attached else None
+            kept = self.stack.undo(keep=self._lasting(decision))
+            try:
+                self._put(decision, kept)
+            except BaseException:
+                if old is not None:
+                    self._put(old, kept)
+                raise
+            if note is not None:
+                decision = decision._replace(plan=replace(decision.plan, notes=(*decision.plan.notes, note)))
+            self._decision, self.report = decision, None
+
+    def _lasting(self, decision: Decision) -> int:
+        """How many edits, from the first, another decision leaves as they are: durable, and of equal configs."""
+        if not (self.stack.attached and self.stack.current()):
+            return 0
+        pairs = zip(self._decision.accelerators, decision.accelerators, self.stack.edits, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda p: p[2].durable and p[0] == p[1], pairs))
+
+    def _put(self, decision: Decision, kept: Sequence[Edit] = ()) -> None:
+        self.stack = Stack(decision.target, self)
+        self.stack.attach(decision.accelerators, kept)
+
+    def decide_again(self, wishes: dict[str, Any]) -> Decision:
+        """A decision for other wishes, on the same machine and within the same budget."""
+        old = self._decision
+        new = resolve(self.pipe, None, old.plan.budget, old.target.hardware, False, wishes)
+        return new._replace(plan=replace(new.plan, preset=old.plan.preset))
+
+    def sync(self) -> None:
+        """Before a run: follow replaced components, put back hooks that others dropped.
+
+        Where the model is known better than when the plan was made (or is another one), decide again.
+        """
+        if not self.stack.current():
+            self.adopt(self.decide_again(self.wishes), "planned anew: a denoiser was replaced")
+        elif lookup(self.pipe) != self.stack.target.spec:
+            self.adopt(self.decide_again(self.wishes), "planned anew: the model is known better now")
+        self.stack.relink()
+
+    # ---- running ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def idle(self, verb: str) -> Iterator[None]:
+        """Hold the lock while no run is in progress (waits for other threads, refuses in this one)."""
+        with self.lock:
+            if self._runs:
+                raise IncompatibleError(f"{verb}() inside a running call of the same pipeline: call it after the run")
+            yield
+
+    def run_in_progress(self) -> Run | None:
+        """The innermost run of this thread that has begun and not ended, or None."""
+        runs = self._runs
+        return runs[-1] if runs and runs[-1].thread == threading.get_ident() else None
+
+    def call(self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the pipeline's own `__call__` (`call`) inside a run."""
+        with self.lock:
+            if self.retired:
+                return call(pipe, *args, **kwargs)
+            if self._runs:
+                pipe = self._clone(pipe)
+            return self._call((call, pipe), args, kwargs, None)
+
+    def _call(self, bound: Any, args: Any, kwargs: dict[str, Any], state: Snapshot | None) -> Any:
+        call, pipe = bound
+        with self.lock, self._frame(pipe, (bound, args, kwargs)) as run:
+            if state is not None:
+                snapshots.set_rng_states(state.run.rng_start)
+                run.replay = snapshots.Replay(state)
+            return call(pipe, *args, **_own_callbacks(run, kwargs))
+
+    @contextlib.contextmanager
+    def _frame(self, pipe: Any, request: Any) -> Iterator[Run]:
+        if not self._runs:
+            self.sync()
+        run = Run(pipe, self.stack.target.spec.branch_name, self)
+        run.request = request
+        for component, module in self.stack.modules.items():
+            if getattr(module, "_cache_config", None) is not None:
+                run.note(f"diffusers' own cache is on {component}: what it reuses is shown as computed here")
+        if request is not None:
+            run.rng_start = snapshots.rng_states(snapshots.generators_of(request[2]))
+        completed = False
+        try:
+            for edit in self.stack.edits:
+                if edit.begin_run is not None:
+                    edit.begin_run(run)
+            self._runs.append(run)
+            with running(run):
+                yield run
+            completed = True
+        finally:
+            if self._runs and self._runs[-1] is run:
+                self._runs.pop()
+            self._finish(run, completed)
+
+    def _finish(self, run: Run, completed: bool) -> None:
+        stats = {edit.name: dict(edit.stats(run)) for edit in self.stack.edits if edit.stats is not None}
+        for edit in reversed(self.stack.edits):
+            if edit.end_run is not None:
+                edit.end_run(run)
+        held = sum(edit.bytes_held(run) for edit in self.stack.edits if edit.bytes_held is not None)
+        self.report = run.report(completed, held, stats)
+        run.state.clear()
+        run.outputs.clear()
+        run.bar = run.step_output = None
+
+    def _clone(self, pipe: Any) -> Any:
+        clone = copy.copy(pipe)
+        clone.scheduler = copy.deepcopy(pipe.scheduler)
+        unwatch(clone.scheduler)
+        return clone
+
+
+CALLBACKS = ("callback_on_step_end", "callback")  # the second is the older one of the Stable Diffusion pipelines
+
+
+def _own_callbacks(run: Run, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The call's arguments, with the user's callbacks outside of the run: what they call is not the run's."""
+    wrapped = dict(kwargs)
+    for name in CALLBACKS:
+        callback = kwargs.get(name)
+        if callback is None:
+            continue
+        outside = _outside(run, callback)
+        # Some pipelines ask a callback object of diffusers for the tensors it wants; they must still see one.
+        wrapped[name] = _CallbackObject(callback, outside) if isinstance(callback, CALLBACK_OBJECTS) else outside
+    return wrapped
+
+
+class _CallbackObject(MultiPipelineCallbacks):  # type: ignore[misc]
+    """A callback object of diffusers (its `tensor_inputs` are those of the object inside) that calls `outside`."""
+
+    def __init__(self, inside: Any, outside: Callable[..., Any]) -> None:
+        super().__init__([inside])
+        self.outside = outside
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.outside(*args, **kwargs)
+
+
+def _outside(run: Run, callback: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(callback)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if run.replay is not None and run.replay.covers(run):
+            return {}  # a replayed step, which the callback has seen before the pause
+        with suspended():
+            return callback(*args, **kwargs)
+
+    return outside
+
+
+def _measured(item: PlanItem, report: RunReport) -> PlanItem:
+    """A plan item with what the last run measured, and why it stood down if it did."""
+    if item.status != "enabled" or item.name not in report.stats:
+        return item
+    down = next((note for note in report.notes if note.startswith(f"{item.name} stood down")), None)
+    return replace(
+        item,
+        measured={**report.stats[item.name], "origin": "measured"},
+        reason=f"in the last run, {down}" if down else item.reason,
+    )

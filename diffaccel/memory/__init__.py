@@ -1,1 +1,0 @@
-"""Memory: stages and blocks that take turns on the device, and VAE tiling."""

@@ -1,0 +1,1 @@
+"""One card per family: what diffaccel knows about it, as plain data."""

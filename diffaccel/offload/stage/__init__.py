@@ -1,0 +1,1 @@
+"""Stage offload: encoders, denoiser and decoder take turns on the device."""

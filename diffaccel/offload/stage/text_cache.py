@@ -1,0 +1,156 @@
+"""A text encoder's outputs, kept: on a hit the encoder is neither called nor loaded.
+
+The key is everything the output depends on: the arguments by value (token ids and masks, hence tokenizer, prompt and
+`max_sequence_length`), the weights by version (by content in files), the plain settings of every submodule (a LoRA's
+scale, dropout's training flag) and how PyTorch computes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ...errors import DiffaccelError
+from .embeddings import FileStore, Kept, MemoryStore, Unkeepable, feed, key_of, pack, unpack
+from .residency import Group
+
+_SETTINGS = (bool, int, float, str, type(None))
+# What transformers notes about loading and its own hooks, which changes no output.
+_NOT_SETTINGS = ("name_or_path", "_is_hf_initialized", "_output_capturing_hooks_installed")
+
+
+class TextCache:
+    """Answers calls of encoders from a memory store, then from a file store (None: none).
+
+    Where an output cannot be kept (training mode, gradients, an object among arguments or outputs) the encoder runs;
+    `bypassed` counts these calls.
+    """
+
+    def __init__(self, memory: MemoryStore, files: FileStore | None) -> None:
+        self.memory, self.files = memory, files
+        self.hits = self.misses = self.bypassed = 0
+        self._contents: dict[str, tuple[int, str]] = {}  # component -> (version, hash of its weights)
+
+    def answer(
+        self,
+        name: str,
+        unit: Group,
+        module: torch.nn.Module,
+        device: torch.device,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compute: Callable[[], Any],
+    ) -> Any:
+        """The output of `compute()`, from a store where there is one that fits."""
+        call = self._call_key(module, device, args, kwargs)
+        if call is None:
+            self.bypassed += 1
+            return compute()
+        key = f"{name}|{unit.version}|{call}"
+        found = self.memory.get(key)
+        if found is None and self.files is not None:
+            found = self.files.get(self._file_key(name, unit, module, call))
+            if found is not None:
+                self.memory.put(key, found)
+        if found is not None:
+            self.hits += 1
+            return unpack(found, device)
+        self.misses += 1
+        output = compute()
+        self._keep(key, name, unit, module, call, output)
+        return output
+
+    def learn(self, name: str, unit: Group, module: torch.nn.Module) -> None:
+        """Hash an encoder's weights while they are in memory (only files need that)."""
+        if self.files is not None:
+            self._content(name, unit, module)
+
+    def _keep(self, key: str, name: str, unit: Group, module: torch.nn.Module, call: str, output: Any) -> None:
+        try:
+            kept: Kept = pack(output)
+        except Unkeepable:
+            self.bypassed += 1
+            return
+        # What the encoder gave the first time depends on nothing but the key, so it holds under the version of then.
+        self.memory.put(key, kept)
+        if self.files is not None:
+            try:
+                self.files.put(self._file_key(name, unit, module, call), kept)
+            except OSError as error:
+                raise DiffaccelError(f"text_store={str(self.files.folder)!r}: {error}") from error
+
+    def _call_key(
+        self, module: torch.nn.Module, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        if module.training or (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
+            return None
+        try:
+            return f"{key_of([list(args), kwargs])}|{settings(module)}|{surroundings(device)}"
+        except Unkeepable:
+            return None
+
+    def _file_key(self, name: str, unit: Group, module: torch.nn.Module, call: str) -> str:
+        return f"{type(module).__module__}.{type(module).__qualname__}|{self._content(name, unit, module)}|{call}"
+
+    def _content(self, name: str, unit: Group, module: torch.nn.Module) -> str:
+        known = self._contents.get(name)
+        if known is None or known[0] != unit.version:
+            known = self._contents[name] = (unit.version, content(module))
+        return known[1]
+
+
+def content(module: torch.nn.Module) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of every parameter and buffer."""
+    made = hashlib.sha256()
+    for name, tensor in _named(module):
+        feed(made, name, tensor)
+    return made.hexdigest()
+
+
+def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if hasattr(tensor, "__tensor_flatten__"):
+            for inner in tensor.__tensor_flatten__()[0]:
+                yield f"{name}.{inner}", getattr(tensor, inner)
+        else:
+            yield name, tensor
+
+
+def settings(module: torch.nn.Module) -> str:
+    """A digest of the plain attributes of every submodule and of its config: what decides beside weights."""
+    made = hashlib.sha256()
+    for name, child in module.named_modules():
+        made.update(f"{name}:{type(child).__qualname__}".encode())
+        for key, value in sorted(vars(child).items()):
+            if key not in _NOT_SETTINGS and _is_setting(value):
+                made.update(f"|{key}={value!r}".encode())
+    config: Any = getattr(module, "config", None)
+    implementation = getattr(config, "_attn_implementation", None)
+    made.update(f"|{config.to_json_string() if hasattr(config, 'to_json_string') else ''}|{implementation}".encode())
+    return made.hexdigest()[:32]
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, _SETTINGS):
+        return True
+    if isinstance(value, (list, tuple)):
+        return all(_is_setting(entry) for entry in value)
+    if isinstance(value, dict):
+        return bool(value) and all(isinstance(k, _SETTINGS) and _is_setting(v) for k, v in value.items())
+    return False
+
+
+def surroundings(device: torch.device) -> str:
+    """What else the bits of a result depend on: versions, machine, precision settings."""
+    import transformers
+
+    cuda = device.type == "cuda"
+    chip = torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} {torch.get_num_threads()}"
+    capability = "" if cuda else torch.backends.cpu.get_cpu_capability()
+    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    precision = torch.get_float32_matmul_precision()
+    return f"{torch.__version__}|{transformers.__version__}|{device.type}|{chip}|{capability}|{cast}|{precision}"

@@ -1,0 +1,87 @@
+"""Learn the blocks of a denoiser without a card from the first run, so that the next plan can use them.
+
+Rides along as an edit that changes nothing: the first two calls of the denoiser are recorded (`trace.record`), and
+what `infer` makes of them is remembered with the module (`registry.remember`): a spec, or a refusal that says what
+was seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
+from ..core.compat import unwrap_module
+from ..core.run import Call, Run
+from ..models.infer import infer
+from ..models.registry import UNKNOWN, learned, remember
+from ..models.trace import Trace, record
+
+CALLS = 2  # the second call must tell the same story as the first
+
+
+@dataclass(frozen=True)
+class LearnBlocks:
+    """Record two calls of an unknown denoiser. Exact; gone once it has its answer."""
+
+    name: ClassVar[str] = "model.blocks"
+    slot: ClassVar[Slot] = Slot.CALL
+    fidelity: ClassVar[Fidelity] = Fidelity.EXACT
+
+    def check(self, target: Target) -> Verdict:
+        """Is there anything left to learn?"""
+        spec = target.spec
+        if spec.family != UNKNOWN or not spec.denoisers:
+            return Verdict.no("the model has a card")
+        if learned(getattr(target.pipe, spec.denoisers[0])) is not None:
+            return Verdict.no("the model's blocks were looked at before")
+        return Verdict.yes()
+
+    def predict(self, target: Target) -> Mapping[str, Any]:
+        """Nothing."""
+        return {"origin": "unmeasured"}
+
+    def attach(self, target: Target, site: Site) -> Edit:
+        """Listen to the denoiser's calls; nothing of the model is edited."""
+        [(component, root)] = [(name, site.roots[name]) for name in target.spec.denoisers[:1]]
+        pupil = _Pupil(getattr(target.pipe, component), component)
+        root.listeners.append(pupil)
+
+        def undo() -> None:
+            pupil.stop()
+            if pupil in root.listeners:
+                root.listeners.remove(pupil)
+
+        return Edit(self.name, undo, end_run=lambda run: pupil.finish(run))
+
+
+class _Pupil:
+    def __init__(self, module: Any, component: str) -> None:
+        self.module, self.component = module, component
+        self.recording = contextlib.ExitStack()
+        self.trace: Trace | None = None
+
+    def begin_call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record this call, unless enough were recorded."""
+        if learned(self.module) is None and self.trace is None:
+            self.trace = self.recording.enter_context(record(self.module))
+
+    def end_call(self, call: Call) -> None:
+        """Stop once there is enough."""
+        if self.trace is not None and (self.trace.note or len(self.trace.calls) >= CALLS):
+            self.stop()
+
+    def stop(self) -> None:
+        """Leave the module as it was."""
+        self.recording.close()
+
+    def finish(self, run: Run) -> None:
+        """The run is over: what did it show?"""
+        self.stop()
+        trace, self.trace = self.trace, None
+        if trace is not None and (trace.note or len(trace.calls) >= CALLS):
+            found = infer(trace, self.component)
+            remember(unwrap_module(self.module), found)
+            run.note(f"the blocks of {trace.model} were learnt in this run: the plan is made anew before the next")

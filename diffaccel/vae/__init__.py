@@ -1,0 +1,1 @@
+"""Decoding and encoding in parts: exact strips, and tiles that are blended."""

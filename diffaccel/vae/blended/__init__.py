@@ -1,0 +1,1 @@
+"""Blended tiles: diffusers' own tiling with sizes that fit, along time too."""
