@@ -1,6 +1,8 @@
 """Find good static step schedules: which k of N steps to compute when the others are forecast.
 
-    python benchmarks/search_schedule.py                                  # 14 and 9 of 28, orders 1 to 3, sigma axis
+    python benchmarks/search_schedule.py                                  # 14 and 9 of 28, orders 1 and 2, with and
+                                                                          # without correction: the committed one
+    python benchmarks/search_schedule.py --kind video --orders 1 --correct 0 --prompts 4 --test-prompts 8
     python benchmarks/search_schedule.py --computed 14 --orders 3 --coordinates sigma step
 
 A skipped step takes Newton's forecast of the denoiser's output from the last computed ones
@@ -19,8 +21,9 @@ figures are measured on others. Three stages:
 3. The best few of each predictor are run through the real pipeline, and the best of those is improved by swaps
    judged by the decoded pictures, within --evaluations pipeline runs.
 
-Prints one JSON document (masks as strings of 0 and 1, 1 = computed) and writes it to search_schedule_KIND.json in
---out. The masks belong to this testbed, step count and sigma schedule.
+Prints one JSON document (masks as strings of 0 and 1, 1 = computed; every argument, the seed among them) and writes it
+to search_schedule_KIND.json in --out, from where cache_settings.py takes its masks. The masks belong to this testbed,
+step count and sigma schedule.
 """
 
 from __future__ import annotations
@@ -277,6 +280,9 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
         "label": "testbed only",
         "kind": args.kind,
         "steps": total,
+        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
+        "dtype": "float32",
+        "torch": torch.__version__,
         "train_prompts": args.prompts,
         "held_out_prompts": args.test_prompts,
         "survival": [round(float(s), 3) for s in surrogate.survival],
@@ -345,9 +351,9 @@ def main() -> None:
     parser.add_argument("--kind", default="image", choices=["image", "video"])
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--computed", type=int, nargs="+", default=[14, 9])
-    parser.add_argument("--orders", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--orders", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--coordinates", nargs="+", default=["sigma"], choices=["sigma", "step"])
-    parser.add_argument("--correct", type=int, nargs="+", default=[0], help="orders of the correction; 0: none")
+    parser.add_argument("--correct", type=int, nargs="+", default=[0, 2], help="orders of the correction; 0: none")
     parser.add_argument("--prompts", type=int, default=8, help="training prompts, one batch")
     parser.add_argument("--test-prompts", type=int, default=32)
     parser.add_argument("--survival-prompts", type=int, default=2, help="0: take every error to survive in full")
