@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from .core.accelerator import DEVICE
+from .core.options import BOOLEAN, confirm
 from .core.run import current_run
-from .errors import IncompatibleError, InvalidOptionError
+from .errors import IncompatibleError
 from .handle import HANDLE, PLAIN, Acceleration, handle_of
 from .planner.places import PLACES
 from .planner.resolve import resolve
@@ -182,8 +183,7 @@ class Accelerated:
         max_bytes, rows, encode) are those of `vae.exact.config.ExactVae`. Otherwise blended tiles, keywords
         (tile_height, tile_width, stride_height, stride_width in pixels, tile_frames, stride_frames) are those of
         `vae.blended.config.VaeTiling`."""
-        if not isinstance(exact, bool):
-            raise InvalidOptionError(f"exact={exact!r}: must be True or False")
+        exact = confirm("exact", exact, BOOLEAN)
         return _enable(self, "vae_tiling", "exact" if exact else "blended", sizes)
 
     def disable_vae_tiling(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..core.options import GOT, LIMIT, NUMBER, plain, take, whole
 from ..errors import InvalidOptionError, unknown
 from .schedule import parse_schedule
 from .step import Ruling, Step
@@ -57,20 +58,12 @@ class Guards:
     warmup_interval: int = 1
 
     def __post_init__(self) -> None:
-        for name in (
-            "min_steps",
-            "warmup_steps",
-            "last_steps",
-            "max_consecutive",
-            "max_total",
-            "max_bytes",
-            "warmup_interval",
-        ):
-            value, least = getattr(self, name), 1 if name == "warmup_interval" else 0
-            if value is None and name.startswith("max_"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidOptionError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        take(self, whole(0), "min_steps", "warmup_steps", "last_steps", form=GOT)
+        take(self, whole(0).or_none(), "max_consecutive", "max_total", "max_bytes", form=GOT)
+        take(self, whole(1), "warmup_interval", form=GOT)
+        take(self, NUMBER, "start", "end", form=GOT)
+        take(self, LIMIT.or_none(), "max_accumulated", "sigma_high", "sigma_low", form=GOT)
+        object.__setattr__(self, "mask", plain(self.mask))  # the one way to set a field of a frozen dataclass
         if self.policy not in POLICIES:
             raise unknown("policy", str(self.policy), POLICIES)
         if not 0 <= self.start <= self.end <= 1:

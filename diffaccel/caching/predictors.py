@@ -14,7 +14,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ..errors import InvalidOptionError, unknown
+from ..core.options import GOT, NUMBER, number, one_of, take
+from ..errors import unknown
 from .step import COORDINATES
 
 
@@ -154,15 +155,13 @@ class Forecast:
     needs_probe: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.order, bool) or not isinstance(self.order, int) or not 0 <= self.order <= 3:
-            raise InvalidOptionError(f"order must be 0, 1, 2 or 3, got {self.order!r}")
+        take(self, one_of(0, 1, 2, 3), "order", form=GOT)
         if self.basis not in BASES:
             raise unknown("basis", str(self.basis), BASES)
         if self.coordinate not in COORDINATES:
             raise unknown("coordinate", str(self.coordinate), COORDINATES)
-        number = isinstance(self.max_gain, (int, float)) and not isinstance(self.max_gain, bool)
-        if self.max_gain is not None and not (number and self.max_gain >= 1):
-            raise InvalidOptionError(f"max_gain must be at least 1 or None, got {self.max_gain!r}")
+        take(self, number(1, words="at least 1").or_none(), "max_gain", form=GOT)
+        take(self, NUMBER, "sigma", form=GOT)
         object.__setattr__(self, "depth", self.order + 1)  # the one way to set a field of a frozen dataclass
 
     def _basis(self, coordinates: Sequence[float], at: float) -> list[float]:

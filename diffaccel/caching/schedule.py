@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..core.options import GOT, confirm, plain, take_plain, whole
 from ..errors import InvalidOptionError
 from .gates.base import NOTHING, Gate
 from .step import Ruling, Step
@@ -30,7 +31,7 @@ def parse_schedule(value: str | Sequence[int] | Sequence[bool], total: int) -> M
         if not text or set(text) - {"0", "1"}:
             raise InvalidOptionError(f"a schedule string holds only 0 and 1, one per step, got {value!r}")
         return check_mask([c == "1" for c in text], total)
-    values = list(value)
+    values = plain(list(value))
     if not all(isinstance(v, int) for v in values):
         raise InvalidOptionError(f"a schedule is a string of 0 and 1, or a list of flags or of steps, got {value!r}")
     if _are_flags(values):
@@ -47,7 +48,7 @@ def check_form(value: str | Sequence[int]) -> None:
     if isinstance(value, str):
         parse_schedule(value, len(value.replace(" ", "").replace("_", "")))
         return
-    steps: list[Any] = list(value) if isinstance(value, Sequence) else []
+    steps: list[Any] = plain(list(value)) if isinstance(value, Sequence) else []
     if not steps or not all(isinstance(step, int) for step in steps):
         raise InvalidOptionError(f"a schedule is a string of 0 and 1, or a list of flags or of steps, got {value!r}")
     if _are_flags(steps):
@@ -85,14 +86,12 @@ def computed_steps(mask: Sequence[bool]) -> list[int]:
 
 
 def _steps(total: int, computed: Callable[[int], bool]) -> Mask:
-    if isinstance(total, bool) or not isinstance(total, int) or total < 1:
-        raise InvalidOptionError(f"steps must be a whole number of at least 1, got {total!r}")
+    confirm("steps", total, whole(1), GOT)
     return tuple(t == 0 or computed(t) for t in range(total))
 
 
 def _check_interval(interval: int) -> None:
-    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-        raise InvalidOptionError(f"interval must be a whole number of at least 1, got {interval!r}")
+    confirm("interval", interval, whole(1), GOT)
 
 
 def uniform(steps: int, interval: int, first: int = 0) -> Mask:
@@ -112,8 +111,7 @@ def taylorseer(steps: int, interval: int, first: int = 3) -> Mask:
 
     Source: TaylorSeer (arXiv 2503.06923), its FLUX script (`first_enhance`); no rule for the last step.
     """
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise InvalidOptionError(f"first_enhance must be a whole number of at least 0, got {first!r}")
+    confirm("first_enhance", first, whole(0), GOT)
     _check_interval(interval)
     return _steps(steps, lambda t: t < first or (t - max(first, 1) + 1) % interval == 0)
 
@@ -171,6 +169,7 @@ class ScheduleGate(Gate[NoState]):
     observes: ClassVar[str] = NOTHING
 
     def __post_init__(self) -> None:
+        take_plain(self)
         if not callable(self.schedule):
             check_form(self.schedule)
 

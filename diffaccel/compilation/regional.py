@@ -15,6 +15,7 @@ import torch
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.chain import PREFIX, compiled_body
 from ..core.compat import COMPILED, REGISTRY, compile_backends, compile_counts, no_duck_shape, unwrap_module
+from ..core.options import BOOLEAN, GOT, take
 from ..core.run import Call, Run
 from ..errors import IncompatibleError, InvalidOptionError, MissingDependencyError, nearest
 from .toolchain import lacks
@@ -63,11 +64,8 @@ class RegionalCompile:
             raise InvalidOptionError(f"compile_mode={self.mode!r}: {nearest(str(self.mode), MODES)}")
         if self.mode is not None and self.backend != "inductor":
             raise InvalidOptionError(f"compile_mode={self.mode!r} is of inductor; the backend is {self.backend!r}")
-        if self.dynamic not in (None, True, False) or self.fullgraph not in (True, False):
-            raise InvalidOptionError(
-                "compile_dynamic and compile_fullgraph must be True or False, got "
-                f"{self.dynamic!r} and {self.fullgraph!r}"
-            )
+        take(self, BOOLEAN.or_none(), "dynamic", prefix="compile_", form=GOT)
+        take(self, BOOLEAN, "fullgraph", prefix="compile_", form=GOT)
 
     def check(self, target: Target) -> Verdict:
         """Needs a known stack of blocks, a denoiser that is not compiled as a whole, and the backend's tools."""

@@ -13,6 +13,7 @@ from ..caching.predictors import Forecast
 from ..caching.schedule import parse_schedule
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import native_cache
+from ..core.options import GOT, LIMIT, NUMBER, one_of, plain, take, whole
 from ..core.run import Run
 from ..errors import IncompatibleError, InvalidOptionError
 from ..models.registry import CARDS
@@ -64,19 +65,13 @@ class GuidanceReuse:
     fidelity: ClassVar[Fidelity] = Fidelity.LOSSY
 
     def __post_init__(self) -> None:
-        for name, least in (("interval", 1), ("first_steps", 0), ("last_steps", 0), ("min_steps", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidOptionError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        if self.order not in (0, 1, 2) or isinstance(self.order, bool):
-            raise InvalidOptionError(f"order must be 0, 1 or 2, got {self.order!r}")
+        take(self, whole(1), "interval", form=GOT)
+        take(self, whole(0), "first_steps", "last_steps", "min_steps", form=GOT)
+        take(self, one_of(0, 1, 2), "order", form=GOT)
         if self.coordinate not in COORDINATES:
             raise InvalidOptionError(f"coordinate must be one of {', '.join(COORDINATES)}, got {self.coordinate!r}")
-        for name in ("start", "end", "sigma_low", "sigma_high"):
-            value = getattr(self, name)
-            optional = value is None and name.startswith("sigma")
-            if not optional and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value):
-                raise InvalidOptionError(f"{name} must be a number, got {value!r}")
+        take(self, NUMBER, "start", "end", form=GOT)
+        take(self, LIMIT.or_none(), "sigma_low", "sigma_high", form=GOT)
         if not 0 <= self.start <= self.end <= 1:
             raise InvalidOptionError(f"0 <= start <= end <= 1 is needed, got start={self.start}, end={self.end}")
         if self.sigma_low is not None and self.sigma_high is not None and self.sigma_low > self.sigma_high:
@@ -84,7 +79,7 @@ class GuidanceReuse:
         self._check_schedule()
 
     def _check_schedule(self) -> None:
-        given = self.schedule
+        given = plain(self.schedule)
         if given is None:
             return
         if isinstance(given, str):

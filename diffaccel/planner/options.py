@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..core.accelerator import Accelerator, Fidelity
+from ..core.options import above, plain, take
 from ..errors import InvalidOptionError, nearest, unknown
 from .levers import LEVERS
 from .places import PLACES, Place
@@ -35,12 +36,8 @@ class Budget:
             raise InvalidOptionError(
                 f"Budget(fidelity={self.fidelity!r}): {nearest(str(self.fidelity), BUDGET_FIDELITIES)}"
             )
-        for name in ("memory_gib", "min_psnr_db", "max_seconds"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise InvalidOptionError(f"Budget({name}={value!r}): must be a number above 0, or None")
+        names = ("memory_gib", "min_psnr_db", "max_seconds")
+        take(self, above(0).or_none(), *names, form="Budget({name}={value}): must be {allowed}")
 
 
 def parameter_names(place: Place, value: str | bool | None) -> list[str]:
@@ -79,7 +76,7 @@ def validate(wishes: dict[str, Any]) -> dict[str, Any]:
         owner = _owner(key)
         if owner is not None and not wishes.get(owner.key):
             raise InvalidOptionError(f"{key} was given, but no {owner.key} is chosen: give {owner.key}= as well")
-    return dict(wishes)
+    return {key: plain(value) for key, value in wishes.items()}
 
 
 def _owner(key: str) -> Place | None:

@@ -12,6 +12,7 @@ import torch
 
 from ..core.accelerator import Accelerator, Fidelity, Target, Verdict
 from ..core.compat import int8_units
+from ..core.options import BOOLEAN, GOT, confirm
 from ..core.stack import weights_on_meta
 from ..errors import BudgetError, InvalidOptionError, InvalidPipelineError, UnsupportedModelError, unknown
 from ..ledger import hardware as machines
@@ -135,8 +136,7 @@ def resolve(
     overrides: Mapping[str, Any],
 ) -> Decision:
     """Decide what is on. With `strict`, anything that cannot act raises instead of being skipped."""
-    if not isinstance(strict, bool):
-        raise InvalidOptionError(f"strict must be True or False, got {strict!r}")
+    strict = confirm("strict", strict, BOOLEAN, GOT)
     preset = _plan_in_file(preset)
     base, wishes = gather(preset, overrides)
     if budget is not None and not isinstance(budget, Budget):

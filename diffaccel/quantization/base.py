@@ -11,8 +11,9 @@ from torch import nn
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import REGISTRY, unwrap_module
+from ..core.options import BOOLEAN, choose_name, take, take_plain
 from ..core.run import Run
-from ..errors import IncompatibleError, InvalidOptionError, MissingDependencyError, nearest
+from ..errors import IncompatibleError, InvalidOptionError, MissingDependencyError
 from ..ledger.hardware import Hardware
 from . import backends, guard, originals
 from .backends import BACKENDS, NATIVE, Recipe
@@ -32,12 +33,6 @@ _HOLDING_HOOKS = {
 }
 
 _HOLDERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-
-
-def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise unless `value` is one of the allowed names."""
-    if value not in allowed:
-        raise InvalidOptionError(f"{name}={value!r}: {nearest(str(value), allowed)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +67,12 @@ class QuantizedWeights:
         backend: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.text_encoders, bool):
-            raise InvalidOptionError(f"text_encoders={self.text_encoders!r}: must be True or False")
-        choice("backend", self.backend, BACKENDS)
-        choice("guard", self.guard, guard.MODES)
+        take_plain(self)
+        take(self, BOOLEAN, "text_encoders")
+        choose_name(self, "backend", BACKENDS)
+        choose_name(self, "guard", guard.MODES)
         if self.keep_original is not None:
-            choice("keep_original", self.keep_original, originals.MODES)
+            choose_name(self, "keep_original", originals.MODES)
         if self.guard == guard.REFERENCE and self.keep_original in (originals.SOURCE, originals.DISK, originals.NO):
             raise InvalidOptionError(
                 f"guard='reference' needs the originals at hand: keep_original='host', not {self.keep_original!r}"

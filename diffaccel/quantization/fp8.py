@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..core.options import choose_name
 from ..ledger.hardware import Hardware
 from .backends import AUTO, NATIVE, TORCHAO, Recipe
-from .base import QuantizedWeights, choice
+from .base import QuantizedWeights
 from .formats import FP8
 from .weights import DYNAMIC, STORAGE, WEIGHT_ONLY
 
@@ -39,8 +40,8 @@ class Fp8(QuantizedWeights):
     name: ClassVar[str] = "quantization.fp8"
 
     def __post_init__(self) -> None:
-        choice("scheme", self.scheme, SCHEMES)
-        choice("granularity", self.granularity, ("row", "tensor"))
+        choose_name(self, "scheme", SCHEMES)
+        choose_name(self, "granularity", ("row", "tensor"))
         super().__post_init__()
 
     def recipe(self, hardware: Hardware | None) -> Recipe:

@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 
 from ..core.compat import int8_units
+from ..core.options import choose_name
 from ..ledger.hardware import Hardware
 from .backends import AUTO, NATIVE, Recipe
-from .base import QuantizedWeights, choice
+from .base import QuantizedWeights
 from .weights import DYNAMIC, WEIGHT_ONLY
 
 SCHEMES = (DYNAMIC, WEIGHT_ONLY)
@@ -36,7 +37,7 @@ class Int8(QuantizedWeights):
     name: ClassVar[str] = "quantization.int8"
 
     def __post_init__(self) -> None:
-        choice("scheme", self.scheme, SCHEMES)
+        choose_name(self, "scheme", SCHEMES)
         super().__post_init__()
 
     def recipe(self, hardware: Hardware | None) -> Recipe:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..core.options import BOOLEAN, take, whole
 from ..errors import InvalidOptionError
 
 if TYPE_CHECKING:
@@ -61,13 +62,9 @@ class Policy:
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("first_blocks", 0), ("last_blocks", 0), ("multiple_of", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidOptionError(f"{name}={value!r}: must be a whole number of at least {least}")
-        for name in ("last_text", "ff_out", "convs"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidOptionError(f"{name}={getattr(self, name)!r}: must be True or False")
+        take(self, whole(0), "first_blocks", "last_blocks")
+        take(self, whole(1), "multiple_of")
+        take(self, BOOLEAN, "last_text", "ff_out", "convs")
         keep = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
         object.__setattr__(self, "keep", keep)
         for expression in keep:

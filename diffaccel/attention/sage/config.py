@@ -14,6 +14,7 @@ import torch
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import unwrap_module
+from ...core.options import BOOLEAN, Check, take
 from ...core.run import Run
 from ...errors import InvalidOptionError, MissingDependencyError, unknown
 from ..attach import attach_handler, interceptable
@@ -72,10 +73,8 @@ class SageAttention:
             raise InvalidOptionError(f"variant={self.variant!r}: must be text, such as 'auto' or '1'")
         if self.variant != "auto" and self.variant not in SAGE:
             raise unknown("variant of SageAttention", str(self.variant), ["auto", *SAGE])
-        if not isinstance(self.smooth_k, bool):
-            raise InvalidOptionError(f"smooth_k={self.smooth_k!r}: must be True or False")
-        if self.guard != "every" and not isinstance(self.guard, bool):
-            raise InvalidOptionError(f"guard={self.guard!r}: must be True, False or 'every'")
+        take(self, BOOLEAN, "smooth_k")
+        take(self, Check("True, False or 'every'", lambda value: value == "every" or BOOLEAN.good(value)), "guard")
         if not self.smooth_k and self.variant in ALWAYS_SMOOTH:
             raise InvalidOptionError(f"smooth_k=False: variant {self.variant!r} always smooths K")
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
+from ...core.options import Check, above, is_number, take, whole
 from ...core.run import Run
 from ...errors import IncompatibleError, InvalidOptionError, UnsupportedModelError, unknown
 from ...planner.places import SPARSE
@@ -31,6 +32,10 @@ from ..tokens import is_video
 from .registry import METHODS, choose
 
 KEPT_PLANS = 8  # geometries whose plans are kept; a run has one or two
+SHARE_OR_STEPS = Check(
+    "a share of the steps (0 to 1) or a whole number of steps",
+    lambda value: is_number(value) and value >= 0 and (value <= 1 or value == int(value)),
+)
 
 
 @dataclass(frozen=True)
@@ -64,16 +69,11 @@ class SparseAttention:
             raise unknown("method of sparse attention", self.method, ["auto", *METHODS])
         if not isinstance(self.method, str) and not callable(getattr(self.method, "plan", self.method)):
             raise InvalidOptionError(f"method={self.method!r}: must be a name, a config or a callable")
-        if self.density is not None and not (_is_number(self.density) and 0 < self.density <= 1):
-            raise InvalidOptionError(f"density={self.density!r}: must be a number above 0 and at most 1, or None")
+        take(self, above(0, 1, "a number above 0 and at most 1").or_none(), "density")
         if self.density is not None and not isinstance(self.method, str):
             raise InvalidOptionError("density was given beside a method that brings its own: give one of them")
-        if not _is_number(self.dense_steps) or self.dense_steps < 0 or not _whole_or_share(self.dense_steps):
-            raise InvalidOptionError(
-                f"dense_steps={self.dense_steps!r}: must be a share of the steps (0 to 1) or a whole number of steps"
-            )
-        if isinstance(self.dense_layers, bool) or not isinstance(self.dense_layers, int) or self.dense_layers < 0:
-            raise InvalidOptionError(f"dense_layers={self.dense_layers!r}: must be a whole number of blocks")
+        take(self, SHARE_OR_STEPS, "dense_steps")
+        take(self, whole(0, "a whole number of blocks"), "dense_layers")
         if self.kernel != "auto" and self.kernel not in KERNELS:
             raise unknown("kernel", self.kernel, ["auto", *KERNELS])
 
@@ -119,14 +119,6 @@ class SparseAttention:
             raise InvalidOptionError(f"{self.name}: {why}")
         handler = _Handler(self, kernel)
         return attach_handler(self.name, target, site, handler, handler.begin_run, handler.stats)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _whole_or_share(value: float) -> bool:
-    return value <= 1 or value == int(value)
 
 
 def _processors(target: Target) -> list[Any]:

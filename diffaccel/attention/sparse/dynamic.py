@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...core.options import BOOLEAN
 from ..geometry import Geometry
 from ..plan import HeadPlans
 from . import sta, svg, svg2, topk
 from .layout import BLOCK, full
-from .method import Recommended, either, kept, need_tensors, one_of, positive, share, three, whole
+from .method import COUNT, POSITIVE, SHARE, SHARE_OR_0, THREE, Recommended, either, kept, need_tensors, one_of, take
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class SparseVideoGen:
     recommended: ClassVar[Recommended] = Recommended(0.2, 1, "reference scripts, Wan2.1 720p; 0.03 of the layers")
 
     def __post_init__(self) -> None:
-        share("density", self.density)
-        positive("width_frames", self.width_frames)
+        take(self, SHARE.or_none(), "density")
+        take(self, POSITIVE.or_none(), "width_frames")
         either(self.density, "width_frames", self.width_frames)
-        whole("sample_rows", self.sample_rows)
+        take(self, BOOLEAN.or_none(), "sink")
         one_of("sink_mode", self.sink_mode, ("reference", "frame0"))
-        whole("block", self.block)
+        take(self, COUNT, "sample_rows", "block")
 
     def _half(self, geometry: Geometry) -> tuple[int, bool]:
         sink = geometry.frame_sink if self.sink is None else self.sink
@@ -118,11 +119,10 @@ class SparseVideoGen2:
     recommended: ClassVar[Recommended] = Recommended(0.2, 1, "reference scripts, as SVG")
 
     def __post_init__(self) -> None:
-        share("density", self.density)
-        share("top_p", self.top_p)
-        share("min_kc_ratio", self.min_kc_ratio, low_open=False)
-        for name in ("q_clusters", "k_clusters", "first_iterations", "iterations", "block"):
-            whole(name, getattr(self, name))
+        take(self, SHARE.or_none(), "density", "top_p")
+        take(self, SHARE_OR_0, "min_kc_ratio")
+        take(self, COUNT.or_none(), "q_clusters", "k_clusters")
+        take(self, COUNT, "first_iterations", "iterations", "block")
 
     def _clusters(self, geometry: Geometry) -> tuple[int, int]:
         queries = self.q_clusters or math.ceil(geometry.video / 252)
@@ -193,11 +193,11 @@ class TopBlocks:
     recommended: ClassVar[Recommended] = Recommended(0.25, 1, "ours: published only with trained weights")
 
     def __post_init__(self) -> None:
-        share("density", self.density)
-        whole("count", self.count)
-        three("tile", self.tile)
+        take(self, SHARE.or_none(), "density")
+        take(self, COUNT.or_none(), "count")
+        take(self, THREE.or_none(), "tile")
         either(self.density, "count", self.count)
-        whole("block", self.block)
+        take(self, COUNT, "block")
 
     def plan(
         self,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import torch
 
+from ...core import options
 from ...errors import InvalidOptionError, unknown
 from ..geometry import Geometry
 from ..plan import HeadPlans
-from .sta import Three
 
 
 @dataclass(frozen=True)
@@ -71,38 +70,19 @@ def kept(method: Builder, geometry: Geometry) -> HeadPlans:
 # ---- checks of options ----------------------------------------------------------------------------------------------
 
 
-def share(name: str, value: float | None, low_open: bool = True) -> None:
-    """Raise unless `value` is None or a number in (0, 1] (or [0, 1])."""
-    if value is None:
-        return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not (0 < value <= 1 or (value == 0 and not low_open)):
-        raise InvalidOptionError(
-            f"{name}={value!r}: it must be a number {'above 0' if low_open else 'from 0'} up to 1"
-        )
+def take(config: Any, check: options.Check, *names: str) -> None:
+    """Refuse fields of a method's config that are not what `check` allows."""
+    options.take(config, check, *names, form="{name}={value}: it must be {allowed}")
 
 
-def whole(name: str, value: int | None, least: int = 1) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise InvalidOptionError(f"{name}={value!r}: it must be a whole number of at least {least}")
-
-
-def positive(name: str, value: float | None) -> None:
-    if value is None:
-        return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value <= 0:
-        raise InvalidOptionError(f"{name}={value!r}: it must be a number above 0")
-
-
-def three(name: str, value: Three | None) -> None:
-    if value is None:
-        return
-    good = isinstance(value, tuple) and len(value) == 3
-    if not good or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in value):
-        raise InvalidOptionError(
-            f"{name}={value!r}: it must be three whole numbers of at least 1 (frames, rows, columns)"
-        )
+SHARE = options.above(0, 1, "a number above 0 up to 1")
+SHARE_OR_0 = options.number(0, 1, "a number from 0 up to 1")
+POSITIVE = options.above(0)
+COUNT = options.whole(1)
+THREE = options.Check(
+    "three whole numbers of at least 1 (frames, rows, columns)",
+    lambda value: isinstance(value, tuple) and len(value) == 3 and all(options.is_whole(n) and n >= 1 for n in value),
+)
 
 
 def either(density: float | None, name: str, value: object) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...core.options import BOOLEAN
 from ..geometry import Geometry
 from ..plan import HeadPlans
 from . import radial, sta
 from .layout import BLOCK, full
-from .method import Recommended, either, kept, one_of, positive, share, three, whole
+from .method import COUNT, POSITIVE, SHARE, THREE, Recommended, either, kept, one_of, take
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,13 @@ class Radial:
     recommended: ClassVar[Recommended] = Recommended(0.24, 1, "reference scripts, Wan2.1 69 frames: 12 of 50 steps")
 
     def __post_init__(self) -> None:
-        share("density", self.density)
-        positive("decay", self.decay)
+        take(self, SHARE.or_none(), "density")
+        take(self, POSITIVE.or_none(), "decay")
         either(self.density, "decay", self.decay)
         one_of("shrink", self.shrink, ("any", "strict"))
-        whole("threshold", self.threshold)
-        whole("block", self.block)
+        take(self, BOOLEAN.or_none(), "sink")
+        take(self, COUNT.or_none(), "threshold")
+        take(self, COUNT, "block")
 
     def _options(self, geometry: Geometry) -> dict[str, Any]:
         sink = geometry.frame_sink if self.sink is None else self.sink
@@ -90,11 +92,10 @@ class SlidingTile:
     recommended: ClassVar[Recommended] = Recommended(0.24, 0, "the paper's search: the first 12 of 50 steps dense")
 
     def __post_init__(self) -> None:
-        share("density", self.density)
-        three("window", self.window)
-        three("tile", self.tile)
+        take(self, SHARE.or_none(), "density")
+        take(self, THREE.or_none(), "window", "tile")
         either(self.density, "window", self.window)
-        whole("block", self.block)
+        take(self, COUNT, "block")
 
     def _shape(self, geometry: Geometry) -> tuple[sta.Three, sta.Three]:
         tile = self.tile or sta.choose_tile(geometry, self.block)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...core.options import is_number, is_whole, plain
 from ...errors import InvalidOptionError
 from ..step import Ruling, Step
 from .base import OUTPUT, Gate, reduce_decision, relative_l1
@@ -57,11 +58,10 @@ class RatesGate(Gate[RatesState]):
         book = self.codebook
         if isinstance(book, Mapping):
             book = tuple(book.items())
-            object.__setattr__(self, "codebook", book)  # the one way to set a field of a frozen dataclass
+        book = plain(book)
+        object.__setattr__(self, "codebook", book)  # the one way to set a field of a frozen dataclass
         pairs = isinstance(book, Sequence) and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in book)
-        numbers = pairs and all(
-            isinstance(b, (int, float)) and isinstance(rate, int) and rate >= 1 for b, rate in book
-        )
+        numbers = pairs and all(is_number(bound) and is_whole(rate) and rate >= 1 for bound, rate in book)
         if not book or not numbers:
             raise InvalidOptionError(f"a codebook maps bounds to whole numbers of at least 1, got {self.codebook!r}")
 

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from ...errors import InvalidOptionError, unknown
+from ...core.options import GOT, number, take
+from ...errors import unknown
 from ..predictors import REUSE, Forecast, Sample, new_sample
 from ..step import Ruling, Step, coordinate
 
@@ -105,10 +106,10 @@ class Gate(Generic[S]):
         return state
 
 
-def check_threshold(value: Any) -> None:
-    """A threshold is a finite number of at least 0; 0 turns a cache off."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise InvalidOptionError(f"threshold must be a number of at least 0, got {value!r}")
+def check_threshold(config: Any, optional: bool = False) -> None:
+    """The `threshold` of a gate or a method is a finite number of at least 0; 0 turns a cache off."""
+    check = number(0)
+    take(config, check.or_none() if optional else check, "threshold", form=GOT)
 
 
 # ---- distance to the last computed step ----------------------------------------------------------------------------
@@ -145,7 +146,7 @@ class ProbeGate(Gate[ProbeState]):
     observes: ClassVar[str] = PROBE
 
     def __post_init__(self) -> None:
-        check_threshold(self.threshold)
+        check_threshold(self)
         check_distance(self.distance)
 
     def per_sample(self) -> ProbeGate:
@@ -205,7 +206,7 @@ class SumGate(Gate[SumState]):
     observes: ClassVar[str] = MODULATED
 
     def __post_init__(self) -> None:
-        check_threshold(self.threshold)
+        check_threshold(self)
 
     def per_sample(self) -> SumGate:
         """With distance "worst"."""

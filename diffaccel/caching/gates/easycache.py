@@ -46,7 +46,7 @@ class RateGate(Gate[RateState]):
     observes: ClassVar[str] = INPUT
 
     def __post_init__(self) -> None:
-        check_threshold(self.threshold)
+        check_threshold(self)
         check_distance(self.distance)
 
     def per_sample(self) -> RateGate:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...core.options import GOT, number, take, take_plain, whole
 from ...errors import InvalidOptionError, unknown
 from ..step import Ruling, Step
 from .base import NOTHING, Gate, check_threshold
@@ -26,6 +27,14 @@ class RatioState:
     steps: int = 0
     value: float | None = None
     trace: tuple[float, float, int] | None = None  # the three above as they were compared, before any reset
+
+
+def check_reach(config: Any, optional: bool = False) -> None:
+    """`max_steps` and `retention` of the gate or of its method; `optional`: None is the table's own."""
+    most, share = whole(0), number(0, 1, "between 0 and 1")
+    take(config, most.or_none() if optional else most, "max_steps", form=GOT)
+    lie = "{name} must lie {allowed}, got {value}"
+    take(config, share.or_none() if optional else share, "retention", form=lie)
 
 
 @dataclass(frozen=True)
@@ -59,9 +68,9 @@ class MagnitudeGate(Gate[RatioState]):
     observes: ClassVar[str] = NOTHING
 
     def __post_init__(self) -> None:
-        check_threshold(self.threshold)
-        if not 0 <= self.retention <= 1:
-            raise InvalidOptionError(f"retention must lie between 0 and 1, got {self.retention!r}")
+        take_plain(self)
+        check_threshold(self)
+        check_reach(self)
         if self.rounding not in ROUNDINGS:
             raise unknown("rounding", str(self.rounding), ROUNDINGS)
         if not self.ratios or not all(math.isfinite(r) and r > 0 for r in self.ratios):

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from ...core.options import GOT, NUMBER, take
 from ...errors import InvalidOptionError
 from ..step import Step
 from .base import GRID, SumGate
@@ -57,6 +58,10 @@ class SpectralGate(SumGate):
     power: float = 3.0
     observes: ClassVar[str] = GRID
     reads_schedule: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        take(self, NUMBER, "power", form=GOT)
 
     def unfit(self, sigmas: Sequence[float]) -> str | None:
         """The filter is that of flow matching, x = (1 - sigma) s + sigma n."""

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from ...core.options import take_plain
 from ...errors import InvalidOptionError
 from .base import MODULATED, TIME, SumGate
 
@@ -33,6 +34,7 @@ class PolynomialGate(SumGate):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        take_plain(self)
         if not self.coefficients or not all(np.isfinite(self.coefficients)):
             raise InvalidOptionError(f"coefficients must be finite numbers, highest power first: {self.coefficients}")
 

@@ -10,6 +10,7 @@ import torch
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import native_cache, unwrap_module
+from ...core.options import BOOLEAN, GOT, confirm, one_of, take, take_plain
 from ...core.run import Run
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, UnsupportedModelError, unknown
 from ..build import blocks_left_out, put_on, unfit
@@ -28,6 +29,7 @@ def scope_of(name: str, correct: int = 0) -> Scope:
     """The scope that a word of `SCOPES` stands for."""
     if name not in SCOPES:
         raise unknown("scope", str(name), SCOPES)
+    correct = confirm("correct", correct, one_of(0, 1, 2, 3), GOT)
     if name == "denoiser":
         return Denoiser(correct=correct)
     if correct:
@@ -85,9 +87,8 @@ class StepCache:
     def __post_init__(self) -> None:
         if self.branches not in BRANCHES:
             raise unknown("branches", str(self.branches), BRANCHES)
-        for name in ("per_sample", "float32"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidOptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        take_plain(self)
+        take(self, BOOLEAN, "per_sample", "float32", form=GOT)
         self.guards()
 
     def guards(self, **more: Any) -> Guards:

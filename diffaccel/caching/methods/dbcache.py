@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...core.accelerator import Target
+from ...core.options import GOT, one_of, take, whole
 from ...errors import InvalidOptionError
 from ..engine import Recipe
 from ..gates.base import ProbeGate
@@ -53,10 +54,10 @@ class DBCache(Extrapolating):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        take(self, one_of(0, 1, 2, 3), "probe_order", form=GOT)
+        take(self, whole(1), "front_blocks", form=GOT)
+        take(self, whole(0), "back_blocks", form=GOT)
         self._gate()
-        Stack(self.front_blocks, self.back_blocks)
-        if self.front_blocks < 1:
-            raise InvalidOptionError(f"front_blocks must be at least 1, got {self.front_blocks}")
         self.guards(
             max_accumulated=self.max_accumulated, policy=self.steps_policy, warmup_interval=self.warmup_interval
         )

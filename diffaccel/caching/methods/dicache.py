@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...core.accelerator import Target
-from ...errors import InvalidOptionError
+from ...core.options import GOT, take, whole
 from ..engine import Recipe
 from ..gates.easycache import ProbeAligned, ProbeSumGate
 from ..policy import Policy
@@ -38,8 +38,7 @@ class DiCache(StepCache):
     def __post_init__(self) -> None:
         super().__post_init__()
         ProbeSumGate(self.threshold, measure_of=self.measure)
-        if isinstance(self.probe_blocks, bool) or not isinstance(self.probe_blocks, int) or self.probe_blocks < 1:
-            raise InvalidOptionError(f"probe_blocks must be a whole number of at least 1, got {self.probe_blocks!r}")
+        take(self, whole(1), "probe_blocks", form=GOT)
 
     def recipe(self, target: Target) -> Recipe:
         """A probe, and a forecast that follows it."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...core.accelerator import Target
+from ...core.options import GOT, one_of, take
 from ..engine import Recipe
 from ..gates.base import ProbeGate
 from ..policy import Policy
@@ -36,6 +37,7 @@ class FirstBlockCache(Extrapolating):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        take(self, one_of(0, 1, 2, 3), "probe_order", form=GOT)
         self._gate()
 
     def _gate(self) -> ProbeGate:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from ...core.accelerator import Target
 from ..engine import Recipe
 from ..gates.base import check_threshold
-from ..gates.magcache import MagnitudeGate
+from ..gates.magcache import MagnitudeGate, check_reach
 from ..policy import Policy
 from ..scopes.config import Stack
 from ..tables import magnitude_gate
@@ -40,8 +40,8 @@ class MagCache(Extrapolating):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.threshold is not None:
-            check_threshold(self.threshold)
+        check_threshold(self, optional=True)
+        check_reach(self, optional=True)
         if self.ratios != "auto":
             self._gate(None)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...core.accelerator import Target
+from ...core.options import GOT, NUMBER, take
 from ..engine import Recipe
 from ..gates.base import check_threshold
 from ..gates.seacache import SpectralGate
@@ -39,7 +40,8 @@ class SeaCache(Extrapolating):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_threshold(self.threshold)
+        check_threshold(self)
+        take(self, NUMBER.or_none(), "power", form=GOT)
 
     def recipe(self, target: Target) -> Recipe:
         """The filtered gate on the stack's residual."""

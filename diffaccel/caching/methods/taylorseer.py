@@ -7,7 +7,7 @@ from functools import partial
 from typing import ClassVar
 
 from ...core.accelerator import Target
-from ...errors import InvalidOptionError
+from ...core.options import BOOLEAN, GOT, take
 from .. import schedule
 from ..engine import Recipe
 from ..policy import Policy
@@ -45,8 +45,7 @@ class TaylorSeer(Extrapolating):
     def __post_init__(self) -> None:
         super().__post_init__()
         schedule.taylorseer(1, self.interval, self.first_enhance)
-        if not isinstance(self.use_lite_mode, bool):
-            raise InvalidOptionError(f"use_lite_mode must be True or False, got {self.use_lite_mode!r}")
+        take(self, BOOLEAN, "use_lite_mode", form=GOT)
         self._scope()
 
     def _scope(self) -> Scope:

@@ -37,8 +37,7 @@ class TeaCache(Extrapolating):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.threshold is not None:
-            check_threshold(self.threshold)
+        check_threshold(self, optional=True)
         if self.coefficients != "auto":
             polynomial_set(self.coefficients)
 

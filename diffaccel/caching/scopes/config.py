@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...core.options import GOT, number, one_of, take, whole
 from ...errors import InvalidOptionError
-
-
-def _count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidOptionError(f"{name} must be a whole number of at least 0, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -24,8 +20,7 @@ class Stack:
     back: int = 0
 
     def __post_init__(self) -> None:
-        _count("front", self.front)
-        _count("back", self.back)
+        take(self, whole(0), "front", "back", form=GOT)
 
 
 @dataclass(frozen=True)
@@ -44,9 +39,8 @@ class Denoiser:
     correct: int = 0
 
     def __post_init__(self) -> None:
-        _count("front", self.front)
-        if isinstance(self.correct, bool) or self.correct not in (0, 1, 2, 3):
-            raise InvalidOptionError(f"correct must be 0, 1, 2 or 3, got {self.correct!r}")
+        take(self, whole(0), "front", form=GOT)
+        take(self, one_of(0, 1, 2, 3), "correct", form=GOT)
         if self.correct and self.residual:
             raise InvalidOptionError("correct is for forecasts of the output, not of its residual")
 
@@ -61,7 +55,7 @@ class Modules:
     front: int = 0
 
     def __post_init__(self) -> None:
-        _count("front", self.front)
+        take(self, whole(0), "front", form=GOT)
 
 
 @dataclass(frozen=True)
@@ -74,8 +68,7 @@ class Halves:
     switch: float = 0.5
 
     def __post_init__(self) -> None:
-        if isinstance(self.switch, bool) or not isinstance(self.switch, (int, float)) or not 0 <= self.switch <= 1:
-            raise InvalidOptionError(f"switch must be a share between 0 and 1, got {self.switch!r}")
+        take(self, number(0, 1, "a share between 0 and 1"), "switch", form=GOT)
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ class Deep:
     branch: int = 0
 
     def __post_init__(self) -> None:
-        _count("branch", self.branch)
+        take(self, whole(0), "branch", form=GOT)
 
 
 Scope = Stack | Denoiser | Modules | Halves | Deep

@@ -18,7 +18,8 @@ import torch
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import unwrap_module
-from ...errors import BudgetError, IncompatibleError, InvalidOptionError, nearest
+from ...core.options import BOOLEAN, choose_name, take, whole
+from ...errors import BudgetError, IncompatibleError, InvalidOptionError
 from ..bandwidth import token_sentence
 from ..components import bytes_of, modules_of, require_device
 from ..links import host_bandwidth
@@ -66,16 +67,11 @@ class LayerwiseOffload:
     fidelity: ClassVar[Fidelity] = Fidelity.EXACT
 
     def __post_init__(self) -> None:
-        for name, least in (("resident_layers", 1), ("prefetch", 0), ("max_bytes", 1)):
-            value = getattr(self, name)
-            if value is None and name == "max_bytes":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidOptionError(f"offload_{name}={value!r}: must be a whole number of at least {least}")
-        if self.store not in STORES:
-            raise InvalidOptionError(f"offload_store={self.store!r}: {nearest(str(self.store), STORES)}")
-        if self.pin not in (None, True, False):
-            raise InvalidOptionError(f"offload_pin={self.pin!r}: must be True, False or None")
+        take(self, whole(1), "resident_layers", prefix="offload_")
+        take(self, whole(0), "prefetch", prefix="offload_")
+        take(self, whole(1).or_none(), "max_bytes", prefix="offload_")
+        choose_name(self, "store", STORES, prefix="offload_")
+        take(self, BOOLEAN.or_none(), "pin", prefix="offload_")
         if self.folder is not None and not isinstance(self.folder, (str, os.PathLike)):
             raise InvalidOptionError(f"offload_folder={self.folder!r}: must be a path, or None")
         if self.folder is not None:

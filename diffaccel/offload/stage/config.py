@@ -18,6 +18,7 @@ import torch
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import foreign_offload
+from ...core.options import BOOLEAN, WHOLE_BYTES, take, whole
 from ...errors import BudgetError, IncompatibleError, InvalidOptionError, UnsupportedModelError
 from ..components import modules_of, parts, require_device
 from ..store import in_memory
@@ -81,15 +82,10 @@ class StageOffload:
         if not listed or not all(isinstance(name, str) for name in self.keep):
             raise InvalidOptionError(f"offload_keep must be names of components, got {self.keep!r}")
         object.__setattr__(self, "keep", tuple(self.keep))
-        for name, least in (("text_cache_bytes", 0), ("host_bytes", 1), ("device_bytes", 1)):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if not whole and not (value is None and name != "text_cache_bytes"):
-                raise InvalidOptionError(f"offload_{name}={value!r}: must be a whole number of bytes, {least} or more")
-        if self.in_turn not in (None, True, False) or self.pin not in (True, False):
-            raise InvalidOptionError(
-                f"offload_in_turn={self.in_turn!r}, offload_pin={self.pin!r}: must be True or False"
-            )
+        take(self, whole(0, WHOLE_BYTES), "text_cache_bytes", prefix="offload_")
+        take(self, whole(1, WHOLE_BYTES).or_none(), "host_bytes", "device_bytes", prefix="offload_")
+        take(self, BOOLEAN.or_none(), "in_turn", prefix="offload_")
+        take(self, BOOLEAN, "pin", prefix="offload_")
         if self.device is not None:
             require_device(self.device)
 

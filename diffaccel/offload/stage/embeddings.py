@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ...core.options import WHOLE_BYTES, confirm, whole
 from ...errors import InvalidOptionError
 
 Form = Any  # nested lists and dicts of JSON
@@ -137,9 +138,7 @@ class MemoryStore:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes < 0:
-            raise InvalidOptionError(f"limit_bytes={limit_bytes!r}: must be a whole number of bytes, 0 or more")
-        self.limit_bytes, self.size_bytes = limit_bytes, 0
+        self.limit_bytes, self.size_bytes = confirm("limit_bytes", limit_bytes, whole(0, WHOLE_BYTES)), 0
         self.hits = self.misses = self.too_large = 0
         self._kept: OrderedDict[str, Kept] = OrderedDict()
 

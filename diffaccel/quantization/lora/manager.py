@@ -7,7 +7,6 @@ are put on anew whenever one of these changes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -17,6 +16,7 @@ import torch
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import host_edit, unwrap_module
+from ...core.options import BOOLEAN, Check, confirm, is_number
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, unknown
 from ..swap import ON_META, on_meta
 from .files import Pair, Weights, read
@@ -214,8 +214,7 @@ class Loras:
         strength = _strength(strength)
         if name in self.strengths:
             raise InvalidOptionError(f"name={name!r}: a LoRA of this name is loaded; unload it or choose another name")
-        if not isinstance(merge, bool):
-            raise InvalidOptionError(f"merge={merge!r}: must be True or False")
+        merge = confirm("merge", merge, BOOLEAN)
         patterns = _patterns(layers)
         for component_name, module in self._handle.pipe.components.items():
             if isinstance(module, torch.nn.Module) and foreign(module):
@@ -280,9 +279,7 @@ def _patterns(layers: Any) -> list[str] | None:
 
 
 def _strength(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidOptionError(f"strength={value!r}: must be a finite number")
-    return float(value)
+    return float(confirm("strength", value, Check("a finite number", is_number)))
 
 
 def _chosen(weights: Weights, patterns: Sequence[str]) -> dict[str, dict[str, Pair]]:

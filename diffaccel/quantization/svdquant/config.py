@@ -12,8 +12,9 @@ from torch import nn
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import unwrap_module
+from ...core.options import Check, choose_name, number, take, take_plain, whole
 from ...core.run import Run
-from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, nearest
+from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError
 from .. import originals
 from ..base import _HOLDERS
 from ..originals import Checkpoint as Source
@@ -31,6 +32,11 @@ from .nunchaku_files import NunchakuFile
 from .ptq import Settings, Work, calibrate, works
 from .runners import runner
 
+ALPHA = Check("a number from 0 to 1, or 'search'", lambda value: value == "search" or number(0, 1).good(value))
+SIZE = Check(
+    "(width, height) or (width, height, frames)",
+    lambda value: isinstance(value, (list, tuple)) and len(value) in (0, 2, 3) and all(map(whole(1).good, value)),
+)
 _POLICY = [f.name for f in fields(Policy) if f.name not in ("convs", "multiple_of")]
 
 
@@ -80,31 +86,20 @@ class SvdQuant:
     fidelity: ClassVar[Fidelity] = Fidelity.LOSSY
 
     def __post_init__(self) -> None:
-        for name, allowed in (("precision", PRECISIONS), ("backend", BACKENDS)):
-            if getattr(self, name) not in allowed:
-                raise InvalidOptionError(
-                    f"{name}={getattr(self, name)!r}: {nearest(str(getattr(self, name)), allowed)}"
-                )
-        if self.keep_original is not None and self.keep_original not in originals.MODES:
-            raise InvalidOptionError(
-                f"keep_original={self.keep_original!r}: {nearest(self.keep_original, originals.MODES)}"
-            )
-        for name, least in (("rank", 0), ("refine", 0), ("calibration_steps", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidOptionError(f"{name}={value!r}: must be a whole number of at least {least}")
-        number = isinstance(self.alpha, (int, float)) and not isinstance(self.alpha, bool) and 0 <= self.alpha <= 1
-        if self.alpha != "search" and not number:
-            raise InvalidOptionError(f"alpha={self.alpha!r}: must be a number from 0 to 1, or 'search'")
+        take_plain(self)
+        choose_name(self, "precision", PRECISIONS)
+        choose_name(self, "backend", BACKENDS)
+        if self.keep_original is not None:
+            choose_name(self, "keep_original", originals.MODES)
+        take(self, whole(0), "rank", "refine")
+        take(self, whole(1), "calibration_steps")
+        take(self, ALPHA, "alpha")
         prompts = (self.calibration,) if isinstance(self.calibration, str) else self.calibration
         if not isinstance(prompts, (list, tuple)) or not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidOptionError(f"calibration={self.calibration!r}: must be prompts, as a list of text")
         object.__setattr__(self, "calibration", tuple(prompts))
-        size = self.calibration_size
-        listed = isinstance(size, (list, tuple)) and len(size) in (0, 2, 3)
-        if not listed or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in size):
-            raise InvalidOptionError(f"calibration_size={size!r}: must be (width, height) or (width, height, frames)")
-        object.__setattr__(self, "calibration_size", tuple(size))
+        take(self, SIZE, "calibration_size")
+        object.__setattr__(self, "calibration_size", tuple(self.calibration_size))
         if self.checkpoint is not None:
             if not isinstance(self.checkpoint, str):
                 object.__setattr__(self, "checkpoint", str(self.checkpoint))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import unwrap_module
+from ...core.options import take, whole
 from ...core.run import Run
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, UnsupportedModelError
 from ..exact.causal_cuts import compression_of_time
@@ -51,11 +52,7 @@ class VaeTiling:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InvalidOptionError(
-                    f"{field.name}={value!r}: must be a whole number of {_unit(field.name)}, or None"
-                )
+            take(self, whole(1, f"a whole number of {_unit(field.name)}").or_none(), field.name)
 
     def sizes(self) -> Sizes:
         """The sizes asked for, as (height, width) pairs."""

@@ -12,8 +12,9 @@ import torch
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import unwrap_module
+from ...core.options import BOOLEAN, choose_name, take, whole
 from ...core.run import Run
-from ...errors import BudgetError, InvalidOptionError, UnsupportedModelError, nearest
+from ...errors import BudgetError, InvalidOptionError, UnsupportedModelError
 from .budget import MIB, Choice, choose, expected, size_in_words, smallest
 from .intercept import JOBS, seam
 
@@ -50,14 +51,9 @@ class ExactVae:
     fidelity: ClassVar[Fidelity] = Fidelity.EQUIVALENT
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise InvalidOptionError(f"mode={self.mode!r}: {nearest(str(self.mode), MODES)}")
-        for name in ("max_bytes", "rows"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InvalidOptionError(f"{name}={value!r}: must be a whole number above 0, or None")
-        if not isinstance(self.encode, bool):
-            raise InvalidOptionError(f"encode={self.encode!r}: must be True or False")
+        choose_name(self, "mode", MODES)
+        take(self, whole(1, "a whole number above 0").or_none(), "max_bytes", "rows")
+        take(self, BOOLEAN, "encode")
 
     def check(self, target: Target) -> Verdict:
         """Needs a VAE whose structure a backend reproduces, and a budget that is possible at all."""
