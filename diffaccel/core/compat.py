@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -47,6 +47,8 @@ __all__ = [
     "hub_kernel",
     "int8_units",
     "leaves",
+    "lora_control_norms",
+    "lora_file",
     "native_cache",
     "no_duck_shape",
     "num_timesteps",
@@ -220,6 +222,26 @@ def convert_single_file(model_class: str, config: Any, tensors: dict[str, Any]) 
     return None if convert is None else dict(convert(config=config, checkpoint=tensors))
 
 
+def lora_file(source: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, bool]:
+    """A LoRA file as it is: (its tensors by name, diffusers' adapter metadata in its header, whether the header names
+    an alpha, which some loaders read). `options` are those of `load_lora_weights`."""
+    base = importlib.import_module("diffusers.loaders.lora_base")
+    names = ("weight_name", "local_files_only", "cache_dir", "force_download", "proxies", "token", "revision")
+    given: dict[str, Any] = dict.fromkeys((*names, "subfolder", "use_safetensors")) | dict(options)
+    given.pop("unet_config", None)
+    allow_pickle = given["use_safetensors"] is None
+    given |= {"use_safetensors": allow_pickle or given["use_safetensors"], "allow_pickle": allow_pickle}
+    given["user_agent"] = {"file_type": "attn_procs_weights", "framework": "pytorch"}
+    state, metadata, header = base._fetch_state_dict(source, return_file_metadata=True, **given)
+    return dict(state), metadata, "alpha" in (header or {})
+
+
+def lora_control_norms(pipe: Any) -> tuple[str, ...] | None:
+    """The norms that Control LoRAs of this pipeline bring anew; None where its loader takes no Control LoRAs."""
+    names = getattr(type(pipe), "_control_lora_supported_norm_keys", None)
+    return None if names is None else tuple(names)
+
+
 def int8_units() -> bool:
     """Has this processor INT8 matrix units (AMX or VNNI)?"""
     return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_vnni_supported())
@@ -250,6 +272,11 @@ def drift() -> list[str]:
     for name in ("AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderKLLTXVideo", "AutoencoderKL"):
         need(getattr(importlib.import_module("diffusers"), name), "_decode", "_encode")
     need(importlib.import_module("diffusers.loaders.single_file_model"), "SINGLE_FILE_LOADABLE_CLASSES")
+    need(importlib.import_module("diffusers.loaders.lora_base"), "_fetch_state_dict")
+    need(
+        importlib.import_module("diffusers.loaders.lora_pipeline").FluxLoraLoaderMixin,
+        "_control_lora_supported_norm_keys",
+    )
     need(torch.cpu, "_is_amx_tile_supported", "_is_vnni_supported")
     group = importlib.import_module("diffusers.hooks.group_offloading")
     if getattr(group, "_GROUP_OFFLOADING", None) != GROUP_OFFLOAD:

@@ -7,6 +7,7 @@ model's own precision also where the weight is in 8 or 4 bits.
 
 from __future__ import annotations
 
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,46 +17,35 @@ import torch
 import torch.nn.functional as F
 
 from ...core.compat import OLD_FORWARD
-from .files import Pair
+from .branch import Branch, summed
+from .pairs import Pair, Replaced
 
 BRANCH = "_diffaccel_lora"  # attribute of a layer: its `Branch`
 BRANCHED = "_diffaccel_branched"  # class attribute of the subclasses: the class of the layer without a branch
-Loaded = Sequence[tuple[str, Pair, float]]  # (adapter, pair, strength)
-
-
-class Branch:
-    """All adapters of one layer side by side: down [R, ...], and up [out, R, ...] with strengths and scales in it."""
-
-    def __init__(self, loaded: Loaded, dtype: torch.dtype, device: torch.device) -> None:
-        self.down = torch.cat([pair.down for _, pair, _ in loaded]).to(device, dtype)
-        ups = [pair.up.float() * (pair.scale * strength) for _, pair, strength in loaded]
-        self.up = torch.cat(ups, 1).to(device, dtype)
-
-    def move(self, device: torch.device) -> None:
-        """Follow the layer's input to another device."""
-        if self.down.device != device:
-            self.down, self.up = self.down.to(device), self.up.to(device)
+Loaded = Sequence[tuple[str, Pair | Replaced, float]]  # (adapter, what it adds, strength)
+_POINTWISE: dict[int, Callable[..., torch.Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # dimensions -> function
 
 
 class _BranchedLinear:
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
         output: torch.Tensor = super().forward(input)  # type: ignore[misc]
         branch: Branch = getattr(self, BRANCH)
         branch.move(input.device)
-        extra = F.linear(F.linear(input.to(branch.down.dtype), branch.down), branch.up)
-        return output + extra.to(output.dtype)
+        low = F.linear(input.to(branch.down.dtype), branch.down) * branch.factor
+        return branch.base(output) + F.linear(low, branch.up).to(output.dtype)
 
 
 class _BranchedConv:
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[B, in, ...] -> [B, out, ...], as the convolution it extends."""
         output: torch.Tensor = super().forward(input)  # type: ignore[misc]
-        own: Any = self
         branch: Branch = getattr(self, BRANCH)
         branch.move(input.device)
-        middle = F.conv2d(
-            input.to(branch.down.dtype), branch.down, None, own.stride, own.padding, own.dilation, own.groups
-        )
-        return output + F.conv2d(middle, branch.up).to(output.dtype)
+        own: Any = self
+        low = own._conv_forward(input.to(branch.down.dtype), branch.down, None) * branch.factor
+        product = _POINTWISE[output.ndim](low, branch.up)
+        return branch.base(output, output.ndim - 2) + product.to(output.dtype)
 
 
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
@@ -91,16 +81,67 @@ def mergeable(layer: torch.nn.Module) -> bool:
     return weight.is_floating_point() and weight.dtype.itemsize > 1 and weight.device.type != "meta"
 
 
+def dense_weight(layer: Any) -> torch.Tensor | None:
+    """What the layer multiplies with, [out, ...] floating point; None where its codes cannot be read here."""
+    if hasattr(layer, "dense_weight"):
+        found: torch.Tensor = layer.dense_weight()
+        return found
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return None
+    if hasattr(type(weight), "dequantize") and type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        return weight.detach().dequantize()
+    plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
+    return weight.detach() if plain and weight.shape[0] == _outputs(layer) else None
+
+
+def _outputs(layer: Any) -> int:
+    return int(layer.out_features if hasattr(layer, "out_features") else layer.out_channels)
+
+
+def refusal(layer: Any, added: Pair | Replaced) -> str:
+    """Why this cannot act on the layer as it is now, or ""."""
+    if isinstance(added, Replaced):
+        return "" if mergeable(layer) else "its weight is quantized and cannot be replaced"
+    if added.magnitude is not None and dense_weight(layer) is None:
+        return f"a DoRA needs the values of its weight, which {type(layer.weight).__name__} does not give"
+    if isinstance(layer, torch.nn.Linear) and added.down.shape[1] > layer.in_features and not mergeable(layer):
+        return "its weight is quantized, and the LoRA makes the layer wider: keep this layer out of the quantization"
+    return ""
+
+
 def put_on(layer: Any, loaded: Loaded, dtype: torch.dtype, merge: bool) -> tuple[str, Callable[[], None]]:
-    """Let the adapters act on a layer. Returns ("merged" | "low-rank branch" | "branch", the undo)."""
-    if merge and mergeable(layer):
-        return "merged", _merge(layer, loaded)
-    if hasattr(layer, "with_extra_branch"):
-        return "low-rank branch", _widen(layer, loaded)
+    """Let the adapters act on a layer.
+
+    Args:
+        loaded: (adapter, what it adds, strength), in order.
+        dtype: what a branch computes in where the weight has no such dtype itself.
+        merge: add them to the weight where it can hold the sum (a layer without a bias cannot hold one).
+
+    Returns:
+        ("replaced" | "merged" | "low-rank branch" | "branch", the undo).
+    """
+    replaced = [added.value for _, added, _ in loaded if isinstance(added, Replaced)]
+    if replaced:
+        return "replaced", _hold(layer, {"weight": replaced[-1]})
+    pairs = [(name, added, strength) for name, added, strength in loaded if isinstance(added, Pair)]
+    biased = any(pair.bias is not None for _, pair, _ in pairs)
+    if merge and mergeable(layer) and not (biased and layer.bias is None):
+        return "merged", _merge(layer, pairs)
+    if hasattr(layer, "with_extra_branch") and all(pair.plain for _, pair, _ in pairs):
+        return "low-rank branch", _extra_branches(layer, pairs)
+    return "branch", _branch(layer, pairs, dtype)
+
+
+def _branch(layer: Any, pairs: Sequence[tuple[str, Pair, float]], dtype: torch.dtype) -> Callable[[], None]:
     cls = type(layer)
-    device = next(iter(layer.parameters())).device
+    device = next(itertools.chain(layer.parameters(), layer.buffers())).device
     device = torch.device("cpu") if device.type == "meta" else device
-    setattr(layer, BRANCH, Branch(loaded, compute_dtype(layer, dtype), device))
+    dora = any(pair.magnitude is not None for _, pair, _ in pairs)
+    weight = dense_weight(layer) if dora else None
+    width = layer.in_features if isinstance(layer, torch.nn.Linear) else layer.in_channels
+    branch = Branch(pairs, compute_dtype(layer, dtype), device, width, weight, layer.bias if dora else None)
+    setattr(layer, BRANCH, branch)
     layer.__class__ = _branched(cls)
 
     def undo() -> None:
@@ -111,7 +152,7 @@ def put_on(layer: Any, loaded: Loaded, dtype: torch.dtype, merge: bool) -> tuple
             if getattr(held, "__func__", None) in (_BranchedLinear.forward, _BranchedConv.forward):
                 vars(layer)[key] = types.MethodType(cls.forward, layer)
 
-    return "branch", undo
+    return undo
 
 
 def bypassed(layer: torch.nn.Module) -> bool:
@@ -119,25 +160,31 @@ def bypassed(layer: torch.nn.Module) -> bool:
     return "forward" in vars(layer) and BRANCH not in vars(layer)
 
 
-def _merge(layer: Any, loaded: Loaded) -> Callable[[], None]:
-    before = layer.weight.data
-    total = before.float()
-    for _, pair, strength in loaded:
-        up, down = pair.up.to(before.device).float(), pair.down.to(before.device).float()
-        total = total + (up.flatten(1) @ down.flatten(1)).view(before.shape) * (pair.scale * strength)
-    merged = total.to(before.dtype)
-    layer.weight.data = merged
+def _merge(layer: Any, pairs: Sequence[tuple[str, Pair, float]]) -> Callable[[], None]:
+    total, added = summed(layer.weight.data, pairs)
+    new = {"weight": total}
+    if added is not None:
+        new["bias"] = layer.bias.data.float() + added
+    return _hold(layer, new)
+
+
+def _hold(layer: Any, values: dict[str, torch.Tensor]) -> Callable[[], None]:
+    """Give parameters other values; the undo gives them the very tensors they had."""
+    before = {name: getattr(layer, name).data for name in values}
+    for name, value in values.items():
+        getattr(layer, name).data = value.to(before[name].device, before[name].dtype)
 
     def undo() -> None:
-        layer.weight.data = before
+        for name, tensor in before.items():
+            getattr(layer, name).data = tensor
 
     return undo
 
 
-def _widen(layer: Any, loaded: Loaded) -> Callable[[], None]:
+def _extra_branches(layer: Any, pairs: Sequence[tuple[str, Pair, float]]) -> Callable[[], None]:
     """More rank in the branch that a 4-bit layer has anyway."""
-    names = [f"lora.{name}" for name, _, _ in loaded]
-    for name, (_, pair, strength) in zip(names, loaded, strict=True):
+    names = [f"lora.{name}" for name, _, _ in pairs]
+    for name, (_, pair, strength) in zip(names, pairs, strict=True):
         layer.with_extra_branch(name, pair.down, pair.up, strength * pair.scale)
 
     def undo() -> None:

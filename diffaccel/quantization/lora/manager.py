@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,8 +18,10 @@ from ...core.compat import host_edit, unwrap_module
 from ...core.options import BOOLEAN, Check, confirm, is_number
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, unknown
 from ..swap import ON_META, on_meta
-from .files import Pair, Weights, read
-from .layers import bypassed, put_on
+from .control import widen
+from .files import read
+from .layers import bypassed, put_on, refusal
+from .pairs import Pair, Replaced, Weights
 
 if TYPE_CHECKING:
     from ...handle import Acceleration
@@ -97,11 +98,16 @@ class Lora:
 
     def _held(self, component: str, module: torch.nn.Module) -> str:
         """Why an adapter would have no effect on one of its layers, or ""."""
-        for name in (n for a in self.adapters if a.strength for n in a.weights.get(component, ())):
+        rows = (item for a in self.adapters if a.strength for item in a.weights.get(component, {}).items())
+        for name, added in rows:
             if on_meta(module, name):
                 return f"the weight of {name} {ON_META}"
-            if bypassed(module.get_submodule(name)):
+            layer = module.get_submodule(name)
+            if bypassed(layer):
                 return f"something else holds the forward of {name}: take it off, load the LoRA, put it on again"
+            why = refusal(layer, added)
+            if why:
+                return f"{name}: {why}"
         return ""
 
     def predict(self, target: Target) -> Mapping[str, Any]:
@@ -122,6 +128,9 @@ class Lora:
             for component, layer, loaded, merge in self._layers():
                 module = unwrap_module(getattr(target.pipe, component))
                 dtype = getattr(module, "dtype", torch.float32)
+                width = _width(module.get_submodule(layer), [added for _, added, _ in loaded])
+                if width is not None:
+                    undos.append(widen(module, layer, width))
                 how, back = put_on(module.get_submodule(layer), loaded, dtype, merge)
                 undos.append(back)
                 applied += [Applied(component, layer, name, pair.rank, s, how) for name, pair, s in loaded]
@@ -140,9 +149,9 @@ class Lora:
             self.name, undo, stats=lambda run: {"layers": len(undos)}, applied=tuple(applied), no_undo=lost
         )
 
-    def _layers(self) -> list[tuple[str, str, list[tuple[str, Pair, float]], bool]]:
+    def _layers(self) -> list[tuple[str, str, list[tuple[str, Pair | Replaced, float]], bool]]:
         """(component, layer, its adapters, whether all of them may be merged), each layer once."""
-        found: dict[tuple[str, str], list[tuple[str, Pair, float]]] = {}
+        found: dict[tuple[str, str], list[tuple[str, Pair | Replaced, float]]] = {}
         merged: dict[tuple[str, str], bool] = {}
         for adapter in self.adapters:
             if adapter.strength == 0:
@@ -219,9 +228,7 @@ class Loras:
         for component_name, module in self._handle.pipe.components.items():
             if isinstance(module, torch.nn.Module) and foreign(module):
                 raise IncompatibleError(f"lora: {component_name} {FOREIGN}")
-        weights: Weights = read(self._handle.pipe, source, component, **options)
-        if patterns is not None:
-            weights = _chosen(weights, patterns)
+        weights: Weights = read(self._handle.pipe, source, component, patterns, **options)
         return self._adopt((*self.adapters, Adapter(name, weights, strength, merge)))
 
     def set(self, strengths: Mapping[str, float]) -> Any:
@@ -282,20 +289,9 @@ def _strength(value: Any) -> float:
     return float(confirm("strength", value, Check("a finite number", is_number)))
 
 
-def _chosen(weights: Weights, patterns: Sequence[str]) -> dict[str, dict[str, Pair]]:
-    names = [f"{component}.{layer}" for component, pairs in weights.items() for layer in pairs]
-
-    def matches(component: str, layer: str, pattern: str) -> bool:
-        return fnmatchcase(layer, pattern) or fnmatchcase(f"{component}.{layer}", pattern)
-
-    for pattern in patterns:
-        if not any(matches(*name.split(".", 1), pattern) for name in names):  # type: ignore[call-arg]
-            raise InvalidOptionError(
-                f"layers={pattern!r} matches none of the LoRA's {len(names)} layers ({names[0]}, ...)"
-            )
-    return {
-        component: {
-            layer: pair for layer, pair in pairs.items() if any(matches(component, layer, p) for p in patterns)
-        }
-        for component, pairs in weights.items()
-    }
+def _width(layer: torch.nn.Module, added: Sequence[Pair | Replaced]) -> int | None:
+    """The inputs a linear layer must get for a Control LoRA; None where it has as many."""
+    if not isinstance(layer, torch.nn.Linear):
+        return None
+    width = max((pair.down.shape[1] for pair in added if isinstance(pair, Pair)), default=0)
+    return width if width > layer.in_features else None

@@ -1,0 +1,145 @@
+"""All adapters of one layer as one branch: y -> row * y + shift + up (down x), or as one sum with its weight.
+
+Adapters act in their order, as in peft: a DoRA scales the rows of all that came before it, and measures their length
+on the base weight plus its own product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .pairs import Pair, Tensor, padded
+
+Loaded = Sequence[tuple[str, Pair, float]]  # (adapter, pair, strength)
+
+
+class RowLengths:
+    """The length of each row of W + f * D for any f, without keeping W or D.
+
+    Args:
+        weight: W, [out, ...].
+        delta: D, [out, n].
+    """
+
+    def __init__(self, weight: Tensor, delta: Tensor) -> None:
+        rows = weight.float().flatten(1)
+        delta = delta.to(rows.device)
+        self.terms = torch.stack([(a * b).sum(1, dtype=torch.float64) for a, b in ((rows, rows), (rows, delta))])
+        self.square = (delta * delta).sum(1, dtype=torch.float64)
+
+    def at(self, factor: float) -> Tensor:
+        """[out] float64."""
+        whole = self.terms[0] + 2 * factor * self.terms[1] + factor**2 * self.square
+        return whole.clamp(min=0).sqrt()
+
+
+class Branch:
+    """What acts beside a layer in every call.
+
+    Attributes:
+        down: [R, in, ...] of all adapters, one below the other.
+        up: [out, R, ...], with strengths and scales in it.
+        row: [out] float32, or None where no adapter is a DoRA.
+        shift: [out] float32, or None where the output needs none.
+        factor: [], what one call multiplies the strengths with.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        dtype: torch.dtype,
+        device: torch.device,
+        width: int,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        """`width`: inputs of the layer. `weight` [out, ...], `bias` [out]: of the layer, needed for DoRA alone."""
+        self._loaded = tuple((pair, strength) for _, pair, strength in loaded)
+        self._lengths: list[RowLengths | None] = []
+        for pair, strength in self._loaded:
+            if pair.magnitude is None:
+                self._lengths.append(None)
+            else:
+                assert weight is not None, "a DoRA needs the weight of its layer"
+                self._lengths.append(RowLengths(weight, pair.delta(width) * strength))
+        dora = any(lengths is not None for lengths in self._lengths)
+        self._bias = None if bias is None or not dora else bias.detach().to("cpu", torch.float64)
+        self.down = torch.cat([padded(pair.down, width) for pair, _ in self._loaded]).to(device, dtype)
+        up, row, shift = self._at(1.0)
+        self.up = up.to(device, dtype)
+        self.row = None if row is None else row.to(device)
+        self.shift = None if shift is None else shift.to(device)
+        self.factor = torch.ones((), device=device)
+
+    def rescale(self, value: float) -> None:
+        """Multiply all strengths by this, in place of the factor before."""
+        if self.row is None:
+            self.factor.fill_(value)
+            return
+        up, row, shift = self._at(value)
+        for held, new in ((self.up, up), (self.row, row), (self.shift, shift)):
+            if held is not None and new is not None:
+                held.copy_(new)
+
+    def move(self, device: torch.device) -> None:
+        """Follow the layer's input to another device."""
+        if self.down.device != device:
+            self.down, self.up, self.factor = (t.to(device) for t in (self.down, self.up, self.factor))
+            self.row = None if self.row is None else self.row.to(device)
+            self.shift = None if self.shift is None else self.shift.to(device)
+
+    def base(self, output: Tensor, trailing: int = 0) -> Tensor:
+        """row * output + shift, for outputs [..., out] or, of a convolution, [B, out, *trailing dimensions]."""
+        if self.shift is None:
+            return output
+        shape = (-1, *(1,) * trailing)
+        if self.row is None:
+            return output + (self.shift * self.factor).view(shape).to(output.dtype)
+        return (output * self.row.view(shape) + self.shift.view(shape)).to(output.dtype)
+
+    def _at(self, factor: float) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(up [out, R, ...], row [out], shift [out]) in float32, for strengths times `factor`."""
+        ups: list[Tensor] = []
+        row: Tensor | None = None
+        added: Tensor | None = None
+        for (pair, strength), lengths in zip(self._loaded, self._lengths, strict=True):
+            times = pair.scale * strength * factor
+            ups.append(pair.up.cpu().double() * times)
+            if pair.bias is not None:
+                new = pair.bias.cpu().double() * times
+                added = new if added is None else added + new
+            if lengths is not None and pair.magnitude is not None:
+                turn = pair.magnitude.cpu().double() / lengths.at(factor).cpu()
+                ups = [up * turn.view(-1, *(1,) * (up.ndim - 1)) for up in ups]
+                row = turn if row is None else row * turn
+                added = None if added is None else added * turn
+        shift = added
+        if row is not None:  # the layer's own bias has no part in the rows' lengths
+            own = torch.zeros_like(row) if self._bias is None else self._bias * (1 - row)
+            shift = own if added is None else own + added
+        return (
+            torch.cat(ups, 1).float(),
+            None if row is None else row.float(),
+            None if shift is None else shift.float(),
+        )
+
+
+def summed(weight: Tensor, loaded: Loaded) -> tuple[Tensor, Tensor | None]:
+    """The weight [out, ...] with all adapters in it, and what is added to the bias [out] (None: nothing), float32."""
+    base = weight.float()
+    total, flat = base, base.flatten(1)
+    added: Tensor | None = None
+    for _, pair, strength in loaded:
+        on_device = Pair(pair.down.to(base.device), pair.up.to(base.device), pair.scale)
+        delta = on_device.delta(base.shape[1]) * strength
+        total = total + delta.view(base.shape)
+        if pair.bias is not None:
+            new = pair.bias.to(base.device).float() * (pair.scale * strength)
+            added = new if added is None else added + new
+        if pair.magnitude is not None:
+            turn = pair.magnitude.to(base.device).float() / (flat + delta).norm(dim=1)
+            total = total * turn.view(-1, *(1,) * (base.ndim - 1))
+            added = None if added is None else added * turn
+    return total, added
