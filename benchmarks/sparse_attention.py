@@ -35,7 +35,7 @@ from diffaccel.attention.geometry import Geometry
 from diffaccel.attention.kernels.torch_plan import block_sparse
 from diffaccel.attention.plan import HeadPlans
 from diffaccel.attention.sparse import radial, svg
-from diffaccel.attention.sparse.registry import METHODS, make
+from diffaccel.attention.sparse.registry import METHODS, Query, make_method
 
 HEAD_DIM = 128
 DENSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -70,9 +70,9 @@ def figure_plans(tokens: int) -> dict[str, tuple[HeadPlans, float]]:
     wide, narrow = Geometry(frames, 16, 32), Geometry(2 * frames, 16, 16, frame_sink=True)
     band = svg.half_width(wide, frames / 8)
     return {
-        "sta": (make("sta", density=0.19).plan(wide, None, None, layer=0, step=0, state={}), 4.2),
-        "svg": (HeadPlans((svg.spatial(wide, band), svg.temporal(wide, band)), torch.tensor([[0, 1]])), 2.2),
-        "radial": (HeadPlans((radial.plan_of(narrow, decay=0.3, shrink="strict", sink=True),)), 1.2),
+        "sta": (make_method("sta", density=0.19).plan(Query(wide)), 4.2),
+        "svg": (HeadPlans((svg.spatial_plan(wide, band), svg.temporal_plan(wide, band)), torch.tensor([[0, 1]])), 2.2),
+        "radial": (HeadPlans((radial.radial_plan(narrow, decay=0.3, shrink="strict", sink=True),)), 1.2),
     }
 
 
@@ -99,7 +99,7 @@ def figures(repeats: int) -> list[dict[str, Any]]:
 def call(method: Any, geometry: Geometry, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
     """One call as a run makes it: plan (kept where the method keeps it) and attention."""
     state: dict[str, Any] = {}
-    return lambda: block_sparse(q, k, v, method.plan(geometry, q, k, layer=0, step=0, state=state, v=v))
+    return lambda: block_sparse(q, k, v, method.plan(Query(geometry, q, k, v, state=state)))
 
 
 def times(
@@ -113,11 +113,8 @@ def times(
             q, k, v = tensors(tokens, 2, dtype)
             dense = lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v)  # noqa: E731
             for density in densities:
-                methods = {name: make(name, density=density) for name in METHODS}
-                plans = {
-                    name: method.plan(geometry, q, k, layer=0, step=0, state={}, v=v)
-                    for name, method in methods.items()
-                }
+                methods = {name: make_method(name, density=density) for name in METHODS}
+                plans = {name: method.plan(Query(geometry, q, k, v)) for name, method in methods.items()}
                 runs: dict[str, Callable[[], Any]] = {"dense": dense}
                 for name, method in methods.items():
                     runs[name] = call(method, geometry, q, k, v)
@@ -184,10 +181,10 @@ def quality(sizes: dict[int, tuple[int, int, int]]) -> list[dict[str, Any]]:
         for name in METHODS:
             print(f"  {size} {name}", file=sys.stderr)
             for density in DENSITIES:
-                method = make(name, density=density, block=block, **clusters(name, recorded[0][0], block))
+                method = make_method(name, density=density, block=block, **clusters(name, recorded[0][0], block))
                 kept, decibels = [], []
                 for (geometry, q, k, v), truth in zip(recorded, dense, strict=True):
-                    plans = method.plan(geometry, q, k, layer=0, step=0, state={}, v=v)
+                    plans = method.plan(Query(geometry, q, k, v))
                     output = block_sparse(q, k, v, plans)
                     assert isinstance(output, torch.Tensor)
                     kept.append(plans.density)

@@ -25,7 +25,7 @@ from diffaccel.attention.backends import BACKENDS, SAGE, unfit, unfit_call
 from diffaccel.attention.calls import Inputs
 from diffaccel.attention.kernels import KERNELS
 from diffaccel.attention.plan import BlockPlan, Blocks, HeadPlans
-from diffaccel.attention.sage.variants import attend, load
+from diffaccel.attention.sage.variants import attend, kernel_of
 from diffaccel.core.compat import attention_backends, dispatch_attention
 from diffaccel.errors import DiffaccelError
 from diffaccel.ledger.hardware import detect
@@ -83,7 +83,7 @@ def dense(args: argparse.Namespace, qkv: list[torch.Tensor]) -> Iterator[tuple[s
             yield name, why
         elif sage:
             try:
-                kernel = load(backend.name)
+                kernel = kernel_of(backend.name)
             except (ImportError, OSError, RuntimeError, ValueError) as error:
                 yield name, str(error)
                 continue

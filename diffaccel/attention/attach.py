@@ -1,4 +1,4 @@
-"""What every attention lever does alike: ask whether attention can be intercepted, and put a handler on the seam."""
+"""What every attention lever does alike: ask whether attention can be intercepted, and hand its calls to a handler."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ def attach_handler(
     stats: Callable[[Run], dict[str, Any]],
     inline: Any = None,
 ) -> Edit:
-    """Open a seam with `handler` on every denoiser; the edit closes them again.
+    """Intercept the attention of every denoiser with `handler`; the edit takes that back.
 
     `inline` is a diffusers backend that compiled graphs may call themselves.
     """
-    seams: list[tuple[Interception, Any]] = []
+    opened: list[tuple[Interception, Any]] = []
 
     def undo() -> None:
-        for seam, root in reversed(seams):
-            seam.close(root)
-        seams.clear()
+        for interception, root in reversed(opened):
+            interception.close(root)
+        opened.clear()
 
     def relink() -> None:
-        for seam, _ in seams:
-            seam.route()  # processors that were set since
+        for interception, _ in opened:
+            interception.route()  # processors that were set since
 
     try:
         for component, root in site.roots.items():
-            seam = Interception(getattr(target.pipe, component), target.spec, handler)
-            seam.inline = inline
-            seams.append((seam, root))
-            seam.open(root)
+            interception = Interception(getattr(target.pipe, component), target.spec, handler)
+            interception.inline = inline
+            opened.append((interception, root))
+            interception.open(root)
     except BaseException:
         undo()
         raise

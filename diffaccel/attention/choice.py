@@ -1,4 +1,4 @@
-"""Choose the attention backend of a pipeline's denoisers: through the seam, never process-wide.
+"""Choose the attention backend of a pipeline's denoisers: by interception, never process-wide.
 
 diffusers' `set_attention_backend` also moves the process-wide default, and its reset does not move it back, and it
 does nothing on models that call SDPA themselves; here each call is handed to the backend as it comes.
@@ -110,7 +110,7 @@ class AttentionBackend:
     def attach(self, target: Target, site: Site) -> Edit:
         """Hand every attention call of this pipeline's runs to the backend."""
         backend = self.resolve(target)
-        handler = _Handler(self.name, backend)
+        handler = BackendHandler(self.name, backend)
         return attach_handler(self.name, target, site, handler, handler.begin_run, handler.stats, handler.inline())
 
 
@@ -127,7 +127,7 @@ class Inline:
         return (self.mask or not masked) and (self.causal or not causal)
 
 
-class _Handler:
+class BackendHandler:
     """Computes calls with the backend where it can; as the plain pipeline where it cannot, and says so."""
 
     def __init__(self, name: str, backend: Backend) -> None:

@@ -20,7 +20,7 @@ from ..core.chain import RootHook
 from ..core.compat import attention_backends, dispatch_attention, host_edit, unwrap_module
 from ..core.run import Call
 from ..models.spec import ModelSpec
-from .calls import Handler, Inputs, Where, with_lse
+from .calls import Handler, Inputs, Where
 from .geometry import Geometry
 from .processors import form, functional, plain_class, processors, routed_class
 from .tokens import geometry_of
@@ -34,8 +34,8 @@ _NUMBERS = itertools.count()
 class LayerSite:
     """One intercepted attention module. `token` names it inside compiled graphs."""
 
-    def __init__(self, seam: Interception, name: str, layer: int, cross: bool) -> None:
-        self.seam, self.name, self.layer, self.cross = seam, name, layer, cross
+    def __init__(self, interception: Interception, name: str, layer: int, cross: bool) -> None:
+        self.interception, self.name, self.layer, self.cross = interception, name, layer, cross
         number = next(_NUMBERS)
         self.token = torch.tensor(number)
         _SITES[number] = self
@@ -149,7 +149,7 @@ def _enter(
         return plain(processor, attn, *args, **kw)
     if torch.compiler.is_compiling():
         _TRACED.token = site.token
-        _TRACED.inline = site.seam.in_force
+        _TRACED.inline = site.interception.in_force
         output = call(processor, attn, *args, **kw)
         _TRACED.token = None
         return output
@@ -214,17 +214,19 @@ def _eager(q: Any, k: Any, v: Any, mask: Any, site: Any, scale: Any, causal: boo
         output: torch.Tensor = dispatch_attention(q, k, v, mask, 0.0, causal, scale, gqa, backend=backend)
         return output
 
-    return plain() if site is None else site.seam.attend(site, Inputs(q, k, v, mask, scale, causal, gqa), plain)
+    return (
+        plain() if site is None else site.interception.attend(site, Inputs(q, k, v, mask, scale, causal, gqa), plain)
+    )
 
 
 def _eager_sdpa(q: Any, k: Any, v: Any, mask: Any, site: Any, scale: Any, causal: bool, gqa: bool) -> Any:
     def own() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
 
-    if site is None or site.seam.call is None or q.ndim != 4:
+    if site is None or site.interception.call is None or q.ndim != 4:
         return own()
     inputs = Inputs(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, scale, causal, gqa)
-    return site.seam.attend(site, inputs, lambda: own().transpose(1, 2)).transpose(1, 2)
+    return site.interception.attend(site, inputs, lambda: own().transpose(1, 2)).transpose(1, 2)
 
 
 _FUNCTIONAL = functional(_sdpa)
@@ -256,8 +258,3 @@ def _(
     q: Any, k: Any, v: Any, mask: Any, token: Any, scale: Any, causal: Any, gqa: Any, backend: Any, first: Any
 ) -> Any:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
-
-
-def answer_lse(inputs: Inputs, plain: Callable[[], torch.Tensor]) -> Any:
-    """The plain answer in the form that was asked for."""
-    return with_lse(inputs, plain()) if inputs.lse else plain()

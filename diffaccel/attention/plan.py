@@ -33,6 +33,11 @@ class Blocks:
         """Number of tokens."""
         return int(self.starts[-1])
 
+    def block_of_token(self) -> torch.Tensor:
+        """[N] int64, on the CPU: the block of every token as they come."""
+        at = torch.repeat_interleave(torch.arange(self.count), self.starts.diff().long())
+        return at if self.order is None else torch.empty_like(at).index_put_((self.order.cpu(),), at)
+
     @classmethod
     def even(cls, tokens: int, block: int, order: torch.Tensor | None = None) -> Blocks:
         """Blocks of `block` tokens, the last one with what is left."""

@@ -81,14 +81,14 @@ def _radial(params: Data) -> Data:
         "threshold": params.get("split_threshold"),
         "sink": params.get("first_frame_sink", False),
     }
-    kept = radial.block_map(geometry, shrink=params.get("shrink", "any"), **options)
-    return {**_said(kept), "token_density": float(radial.token_mask(geometry, **options).double().mean())}
+    kept = radial.radial_map(geometry, shrink=params.get("shrink", "any"), **options)
+    return {**_said(kept), "token_density": float(radial.radial_token_mask(geometry, **options).double().mean())}
 
 
 def _sta(params: Data) -> Data:
     geometry, tile = _geometry(params), tuple(params["tile"])
     compare(params.get("grid"), list(sta.grid_of(geometry, tile)), "params.grid")
-    plan = sta.plan_of(geometry, tile=tile, window=tuple(params["window_tiles"]), block=params.get("block", 128))
+    plan = sta.tile_plan(geometry, tile=tile, window=tuple(params["window_tiles"]), block=params.get("block", 128))
     return {**_said(plan.block_mask()), "token_density": plan.density, **_permutation(plan)}
 
 
@@ -105,8 +105,8 @@ def _svg(params: Data) -> tuple[Geometry, int, bool]:
 
 def _svg_spatial(params: Data) -> Data:
     geometry, half, sink = _svg(params)
-    tokens = svg.token_mask(geometry, half, sink=sink)
-    plan = svg.spatial(geometry, half, block=params["block"], sink=sink)
+    tokens = svg.band_token_mask(geometry, half, sink=sink)
+    plan = svg.spatial_plan(geometry, half, block=params["block"], sink=sink)
     return {**_said(plan.block_mask()), "token_density": float(tokens.double().mean())}
 
 
@@ -116,8 +116,8 @@ def _svg_temporal(params: Data) -> Data:
         raise Mismatch(f"unknown view {params['view']!r}")
     geometry, half, sink = _svg(params)
     block = params["block"]
-    tokens = svg.token_mask(geometry, half, sink=sink, temporal=True)
-    plan = svg.temporal(geometry, half, block=block, sink=sink)
+    tokens = svg.band_token_mask(geometry, half, sink=sink, temporal=True)
+    plan = svg.temporal_plan(geometry, half, block=block, sink=sink)
     permuted = plan.block_mask()
     seen = permuted if params.get("view") == "permuted" else any_of_blocks(tokens, block)
     return {

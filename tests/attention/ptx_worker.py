@@ -28,7 +28,7 @@ UNALIGNED = ("heads", "group", "queries", "keys", "q_blocks", "k_blocks")  # any
 def pointers(kernel: str, dtype: str) -> dict[str, str]:
     """Type of every pointer argument."""
     number = f"*{TYPES[dtype]}"
-    scores = "*i8" if kernel == "int8_attention" else number
+    scores = "*i8" if kernel == "int8_kernel" else number
     lists = dict.fromkeys(("Rows", "Keys", "Plans", "Assign", "QueryOrder", "KeyOrder"), "*i32")
     return {"Q": scores, "K": scores, "V": number, "Out": number, "Lse": "*fp32", "QScale": "*fp32",
             "KScale": "*fp32", **lists}  # fmt: skip
@@ -39,7 +39,7 @@ def constants(case: dict[str, Any], shape: Tile) -> dict[str, Any]:
     found = {"HEAD_DIM": case["head_dim"], "WIDTH": width(case["head_dim"]), "TILE_M": shape.queries,
              "TILE_N": shape.keys, "UPCAST": False, "PRECISION": case.get("precision", "ieee")}  # fmt: skip
     found |= dict.fromkeys(case.get("ones", ()), 1)  # Triton makes arguments that are 1 constants
-    if case["kernel"] == "int8_attention":
+    if case["kernel"] == "int8_kernel":
         return found | {"BLOCK_Q": BLOCK_QUERIES}
     return found | {"ORDER_Q": case.get("order", True), "ORDER_K": case.get("order", True)}
 
@@ -48,7 +48,7 @@ def compiled(case: dict[str, Any]) -> dict[str, Any]:
     """One case, compiled down to machine code by the bundled ptxas."""
     kernel = getattr(triton_code, case["kernel"])
     wide = case["dtype"] == "float32"
-    kinds = {"int8_attention": ("int8", "int8_four_bytes"), "block_sparse": ("two_bytes", "four_bytes")}
+    kinds = {"int8_kernel": ("int8", "int8_four_bytes"), "block_sparse_kernel": ("two_bytes", "four_bytes")}
     kind = kinds[case["kernel"]][wide]
     capability = tuple(case["capability"])
     shape = Tile(*case["tile"]) if "tile" in case else tile(kind, capability)

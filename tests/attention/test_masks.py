@@ -60,18 +60,18 @@ def test_radial_keeps_every_block_with_a_pair_of_the_rule(geometry: Geometry, de
     for a, b in itertools.product(range(geometry.video), repeat=2):
         kept = radial_pair(a // s, b // s, a % s, b % s, s, decay, 4, sink)
         truth[start + a, start + b] = kept
-    assert torch.equal(radial.token_mask(geometry, decay=decay, block=4, sink=sink), truth)
+    assert torch.equal(radial.radial_token_mask(geometry, decay=decay, block=4, sink=sink), truth)
     assert torch.equal(
-        radial.block_map(geometry, decay=decay, block=4, shrink="any", sink=sink), any_of_blocks(truth, 4)
+        radial.radial_map(geometry, decay=decay, block=4, shrink="any", sink=sink), any_of_blocks(truth, 4)
     )
 
 
 @pytest.mark.parametrize("geometry", GRIDS, ids=str)
 def test_strict_radial_is_within_any_and_drops_no_row(geometry: Geometry) -> None:
     for block, sink in itertools.product((4, 16), (False, True)):
-        every = radial.block_map(geometry, block=block, shrink="any", sink=sink)
-        assert not bool((radial.block_map(geometry, block=block, sink=sink) & ~every).any())
-        covers(radial.plan_of(geometry, block=block, sink=sink), geometry)
+        every = radial.radial_map(geometry, block=block, shrink="any", sink=sink)
+        assert not bool((radial.radial_map(geometry, block=block, sink=sink) & ~every).any())
+        covers(radial.radial_plan(geometry, block=block, sink=sink), geometry)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_strict_radial_is_within_any_and_drops_no_row(geometry: Geometry) -> Non
 def test_radial_densities_of_real_sizes(geometry: Geometry, decay: float, every: float, strict: float) -> None:
     """Figures of the specification; 720p ends in a short block, which upstream cannot do."""
     sink = geometry.frame_sink
-    maps = [radial.block_map(geometry, decay=decay, shrink=shrink, sink=sink) for shrink in ("any", "strict")]
+    maps = [radial.radial_map(geometry, decay=decay, shrink=shrink, sink=sink) for shrink in ("any", "strict")]
     assert [round(float(kept.double().mean()), 3) for kept in maps] == [every, strict]
     if geometry == WAN_720P and decay == 1.0:
         assert maps[0].numel() == 349_281 and int((maps[0] & ~maps[1]).sum()) == 14_692
@@ -113,14 +113,14 @@ def test_window_is_clamped_at_the_borders() -> None:
 def test_published_densities_of_tiles(grid: sta.Three, window: sta.Three, percent: float) -> None:
     tile = (6, 8, 8)
     f, h, w = (n * t for n, t in zip(grid, tile, strict=True))
-    plan = sta.plan_of(Geometry(f, h, w), tile=tile, window=window)
+    plan = sta.tile_plan(Geometry(f, h, w), tile=tile, window=window)
     assert round(100 * plan.density, 2) == percent
 
 
 def test_tiles_of_real_and_awkward_grids() -> None:
     assert sta.choose_tile(WAN_720P) == (3, 5, 8)
     for window, percent in (((3, 3, 3), 4.3), ((5, 5, 5), 19.8), ((7, 5, 5), 27.8)):
-        assert round(100 * sta.plan_of(WAN_720P, tile=(3, 5, 8), window=window).density, 1) == percent
+        assert round(100 * sta.tile_plan(WAN_720P, tile=(3, 5, 8), window=window).density, 1) == percent
     assert sta.choose_tile(Geometry(1, 4, 4)) == (1, 4, 4)
     ragged = sta.choose_tile(Geometry(13, 17, 31))  # primes: no tile divides it
     assert 64 < ragged[0] * ragged[1] * ragged[2] <= 128
@@ -130,7 +130,7 @@ def test_tiles_of_real_and_awkward_grids() -> None:
 def test_ragged_tiles_hold_every_token_once(grid: sta.Three) -> None:
     """FastVideo#620 (C50): a grid that is no multiple of the tile (4, 4, 4)."""
     geometry, tile = Geometry(*grid, text=5), (4, 4, 4)
-    plan = sta.plan_of(geometry, tile=tile, window=(1, 3, 1), block=16)
+    plan = sta.tile_plan(geometry, tile=tile, window=(1, 3, 1), block=16)
     covers(plan, geometry)
     order = plan.queries.order
     assert order is not None
@@ -152,12 +152,12 @@ def test_ragged_tiles_hold_every_token_once(grid: sta.Three) -> None:
 @pytest.mark.parametrize("sink", [False, True])
 def test_spatial_and_temporal_bands(geometry: Geometry, sink: bool) -> None:
     block, half = 8, 16
-    plan = svg.spatial(geometry, half, block=block, sink=sink)
+    plan = svg.spatial_plan(geometry, half, block=block, sink=sink)
     covers(plan, geometry)
-    assert torch.equal(plan.block_mask(), any_of_blocks(svg.token_mask(geometry, half, sink=sink), block))
-    across = svg.temporal(geometry, half, block=block, sink=sink)
+    assert torch.equal(plan.block_mask(), any_of_blocks(svg.band_token_mask(geometry, half, sink=sink), block))
+    across = svg.temporal_plan(geometry, half, block=block, sink=sink)
     covers(across, geometry)
-    tokens = svg.token_mask(geometry, half, sink=sink, temporal=True)
+    tokens = svg.band_token_mask(geometry, half, sink=sink, temporal=True)
     assert not bool((tokens & ~across.token_mask()).any())  # no pair of the band is lost
     order = svg.place_order(geometry)
     place = torch.empty_like(order).index_put_((order,), torch.arange(len(order)))
@@ -171,14 +171,14 @@ def test_spatial_and_temporal_bands(geometry: Geometry, sink: bool) -> None:
 
 @pytest.mark.parametrize("geometry", [GRIDS[0], GRIDS[2], Geometry(1, 4, 4), Geometry(9, 4, 8)], ids=str)
 def test_the_sink_of_temporal_heads_can_be_frame_0_itself(geometry: Geometry) -> None:
-    plan = svg.temporal(geometry, 8, block=8, sink=True, sink_mode="frame0")
+    plan = svg.temporal_plan(geometry, 8, block=8, sink=True, sink_mode="frame0")
     covers(plan, geometry)
     start = layout.video_start(geometry)
     assert bool(plan.token_mask()[:, start : start + geometry.frame].all())
-    lost = svg.token_mask(geometry, 8, temporal=True) & ~plan.token_mask()
+    lost = svg.band_token_mask(geometry, 8, temporal=True) & ~plan.token_mask()
     assert not bool(lost.any())
     if geometry.frames > 8:  # upstream's sink is a few places of all frames instead
-        reference = svg.temporal(geometry, 8, block=8, sink=True)
+        reference = svg.temporal_plan(geometry, 8, block=8, sink=True)
         assert not bool(reference.token_mask()[:, start : start + geometry.frame].all())
 
 
@@ -196,7 +196,7 @@ def heads_of_both_kinds(geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor,
 def test_heads_are_told_apart(with_v: bool) -> None:
     geometry = Geometry(12, 6, 8)
     q, k, v = heads_of_both_kinds(geometry)
-    plans = (svg.spatial(geometry, 96, block=16), svg.temporal(geometry, 96, block=16))
+    plans = (svg.spatial_plan(geometry, 96, block=16), svg.temporal_plan(geometry, 96, block=16))
     rows = svg.sample_rows(geometry, 32, 0)
     values = v if with_v else None
     assert svg.classify(q, k, values, plans, rows).tolist() == [[0, 1]]
@@ -222,18 +222,18 @@ def test_rows_are_sampled_from_the_whole_video_and_the_same_again() -> None:
 def test_parameters_found_for_a_density_keep_within_it(geometry: Geometry, density: float) -> None:
     sink, block = geometry.frame_sink, 16
     half = svg.half_width_for(geometry, density, block=block, sink=sink)
-    kept = svg.spatial(geometry, half, block=block, sink=sink).density
-    wider = svg.spatial(geometry, half + block, block=block, sink=sink).density
+    kept = svg.spatial_plan(geometry, half, block=block, sink=sink).density
+    wider = svg.spatial_plan(geometry, half + block, block=block, sink=sink).density
     assert kept <= density < wider
     tile = sta.choose_tile(geometry, block)
     window = sta.choose_window(geometry, tile, density)
-    assert sta.plan_of(geometry, tile=tile, window=window, block=block).density <= density
+    assert sta.tile_plan(geometry, tile=tile, window=window, block=block).density <= density
     decay = radial.decay_for(geometry, density, block=block, sink=sink)
-    found = radial.plan_of(geometry, decay=decay, block=block, sink=sink).density
-    least = radial.plan_of(geometry, decay=2**-8, block=block, sink=sink).density
+    found = radial.radial_plan(geometry, decay=decay, block=block, sink=sink).density
+    least = radial.radial_plan(geometry, decay=2**-8, block=block, sink=sink).density
     assert found <= max(density, least)
     if found > least:
-        assert radial.plan_of(geometry, decay=decay * 1.05, block=block, sink=sink).density > density
+        assert radial.radial_plan(geometry, decay=decay * 1.05, block=block, sink=sink).density > density
 
 
 def test_everything_is_one_full_plan() -> None:
@@ -263,15 +263,15 @@ def test_clusters_hold_every_token_and_keep_to_the_cap(geometry: Geometry) -> No
     generator = torch.Generator().manual_seed(1)
     q, k = torch.randn(2, 1, 3, geometry.tokens, 8, generator=generator)
     options = {"clusters": (6, 12), "block": 4}
-    plans, warm = svg2.plans_of(geometry, q, k, top_p=0.9, density=0.5, **options)
+    plans, warm = svg2.cluster_plans(geometry, q, k, top_p=0.9, density=0.5, **options)
     assert plans.assign is not None and plans.assign.tolist() == [[0, 1, 2]]
     for plan in plans.plans:
         covers(plan, geometry)
         text = 1 - geometry.video**2 / geometry.tokens**2
         assert plan.density <= max(0.5, text + 0.2)
-    free, _ = svg2.plans_of(geometry, q, k, top_p=0.9, warm=warm, iterations=2, **options)
+    free, _ = svg2.cluster_plans(geometry, q, k, top_p=0.9, warm=warm, iterations=2, **options)
     assert free.density > plans.density
-    everything, _ = svg2.plans_of(geometry, q, k, top_p=1.0, **options)
+    everything, _ = svg2.cluster_plans(geometry, q, k, top_p=1.0, **options)
     assert everything.density == pytest.approx(1.0)
 
 
@@ -293,7 +293,7 @@ def test_pooled_means_go_by_true_lengths_and_the_best_blocks_are_kept() -> None:
     pieces = [blocks.order[a:b] for a, b in itertools.pairwise(blocks.starts.tolist())]
     means = [torch.stack([x[:, :, piece].mean(2) for piece in pieces], 2) for x in (q, k)]
     assert torch.allclose(topk.pooled(k, blocks), means[1], atol=1e-6)
-    plans = topk.plans_of(geometry, q, k, count=3, block=16, tile=(2, 4, 2))
+    plans = topk.top_block_plans(geometry, q, k, count=3, block=16, tile=(2, 4, 2))
     scores = means[0][:, :, video] @ means[1][:, :, video].transpose(-1, -2)
     for index, plan in enumerate(plans.plans):
         covers(plan, geometry)

@@ -41,29 +41,33 @@ def fits(found: dict[str, Any], tensor: bool = True) -> None:
 
 
 def test_block_sparse_and_int8_in_half_precision(tmp_path: Path) -> None:
-    cases = [{"kernel": "block_sparse", "capability": c, "dtype": "bfloat16", "head_dim": 128} for c in TILES]
-    eight = {"kernel": "int8_attention", "dtype": "bfloat16", "head_dim": 128}
+    cases = [{"kernel": "block_sparse_kernel", "capability": c, "dtype": "bfloat16", "head_dim": 128} for c in TILES]
+    eight = {"kernel": "int8_kernel", "dtype": "bfloat16", "head_dim": 128}
     cases += [eight | {"capability": (8, 9)}, eight | {"capability": (9, 0), "ones": ["group", "heads", "k_blocks"]}]
     cases[0] |= {"ones": ["group"]}
     # The negative control: the tile of an H100 in float32 does not go into a 4090.
-    large = {"kernel": "block_sparse", "capability": (8, 9), "dtype": "float32", "head_dim": 128, "precision": "tf32"}
+    large = {
+        "kernel": "block_sparse_kernel",
+        "capability": (8, 9),
+        "dtype": "float32",
+        "head_dim": 128,
+        "precision": "tf32",
+    }
     *good, bad = compiled([*cases, large | {"tile": (128, 64, 8, 3), "order": False}], tmp_path)
     for found in good:
         fits(found)
-        assert found["int8"] == (found["kernel"] == "int8_attention")
+        assert found["int8"] == (found["kernel"] == "int8_kernel")
     assert bad["shared"] > SHARED_BYTES[(8, 9)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", sorted(TILES))
 def test_all_types_and_sizes(tmp_path: Path, capability: tuple[int, int]) -> None:
-    base = {"kernel": "block_sparse", "capability": capability}
+    base = {"kernel": "block_sparse_kernel", "capability": capability}
     cases = [base | {"dtype": dtype, "head_dim": dim, "order": order}
              for dtype in ("bfloat16", "float16") for dim in (64, 96, 128) for order in (False, True)]  # fmt: skip
     cases += [base | {"dtype": "float32", "head_dim": dim, "precision": "tf32"} for dim in (64, 96, 128)]
-    cases += [
-        base | {"kernel": "int8_attention", "dtype": dtype, "head_dim": 128} for dtype in ("bfloat16", "float32")
-    ]
+    cases += [base | {"kernel": "int8_kernel", "dtype": dtype, "head_dim": 128} for dtype in ("bfloat16", "float32")]
     for found in compiled(cases, tmp_path):
         fits(found)
     exact = base | {"dtype": "float32", "head_dim": 128, "precision": "ieee"}

@@ -16,9 +16,9 @@ from diffaccel import accelerate, plan, restore
 from diffaccel.attention.backends import SAGE, Backend, unfit_call
 from diffaccel.attention.calls import Counts, Inputs, Where
 from diffaccel.attention.sage import config as sage
-from diffaccel.attention.sage.config import NAME, SageAttention, _Handler
+from diffaccel.attention.sage.config import NAME, SageAttention, SageHandler
 from diffaccel.attention.sage.int8 import int8_attention_reference
-from diffaccel.attention.sage.variants import attend, load
+from diffaccel.attention.sage.variants import attend, kernel_of
 from diffaccel.core.run import Call, Run
 from diffaccel.errors import InvalidOptionError, MissingDependencyError
 from tests import fingerprint, tiny
@@ -51,8 +51,8 @@ class Bench:
     """A handler, and one layer of a run to call it in."""
 
     def __init__(self, kernels: list[tuple[Backend, Any]] | None = None, **lever: Any) -> None:
-        kernels = kernels or [(SAGE["reference"], load("reference"))]
-        self.handler = _Handler(SageAttention("reference", **lever), kernels)
+        kernels = kernels or [(SAGE["reference"], kernel_of("reference"))]
+        self.handler = SageHandler(SageAttention("reference", **lever), kernels)
         self.run = Run(SimpleNamespace(), lambda pipe, i: "cond", None)
         self.handler.begin_run(self.run)
 
@@ -255,7 +255,7 @@ def test_calls_that_are_left_alone() -> None:
 
 def test_the_next_variant_takes_what_the_first_cannot() -> None:
     first = replace(SAGE["1"], devices=("cpu",))
-    bench = Bench([(first, never), (SAGE["reference"], load("reference"))])
+    bench = Bench([(first, never), (SAGE["reference"], kernel_of("reference"))])
     bench(inputs((1, 2, 64, 64), keys=77))
     assert bench.counts.stats() == {"calls": {"reference": 1}, "fallbacks": {}}
 
@@ -303,7 +303,7 @@ def test_nothing_is_written_to_and_scale_arrives(variant: str) -> None:
         k.zero_()
         return out
 
-    kernels: dict[str, Callable[..., Any]] = {"3": heads_first, "reference": load("reference")}
+    kernels: dict[str, Callable[..., Any]] = {"3": heads_first, "reference": kernel_of("reference")}
     out = attend(variant, kernels.get(variant, heads_last), call, (64,))
     wanted = truth(*(x.transpose(1, 2) for x in (call.q, call.k, call.v)), scale=0.3)[0].transpose(1, 2)
     assert relative_l1(out, wanted) <= (0.03 if variant == "reference" else 1e-5)
@@ -337,7 +337,7 @@ def run_loud(monkeypatch: pytest.MonkeyPatch, **lever: Any) -> tuple[torch.Tenso
     """(plain output, output in 8 bits, report, warnings) of such a pipeline."""
     plain = tiny.run(loud(tiny.build("wan")), "wan")
     assert torch.isfinite(plain).all()
-    monkeypatch.setattr(sage, "load", lambda variant: half_values)
+    monkeypatch.setattr(sage, "kernel_of", lambda variant: half_values)
     pipe = accelerate(loud(tiny.build("wan")), None, **REFERENCE, **lever)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from diffaccel.attention.geometry import Geometry
 from diffaccel.attention.kernels.torch_plan import block_sparse
-from diffaccel.attention.sparse.registry import METHODS, choose, make
+from diffaccel.attention.sparse.registry import METHODS, Query, auto_method, make_method
 from diffaccel.errors import InvalidOptionError
 
 GEOMETRY = Geometry(16, 8, 8, text=12)
@@ -24,11 +24,10 @@ def q_and_k(geometry: Geometry = GEOMETRY, heads: int = 2, seed: int = 0) -> tup
 
 
 def planned(name: str, seed: int = 0, state: dict[str, Any] | None = None, step: int = 0, **options: Any) -> Any:
-    method = make(name, block=16, **options)
+    method = make_method(name, block=16, **options)
     q, k = (None, None) if method.static else q_and_k(seed=seed)
-    return method.plan(
-        LONG if name == "radial" else GEOMETRY, q, k, layer=1, step=step, state={} if state is None else state
-    )
+    geometry = LONG if name == "radial" else GEOMETRY
+    return method.plan(Query(geometry, q, k, layer=1, step=step, state={} if state is None else state))
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
@@ -58,15 +57,14 @@ def test_the_same_call_gives_the_same_plans(name: str) -> None:
 @pytest.mark.parametrize("name", ["radial", "sta", "svg"])
 def test_what_hangs_on_the_geometry_alone_is_made_once(name: str) -> None:
     """The same objects, so that a kernel finds what it prepared; another size gets its own."""
-    method = make(name, density=0.4, block=16)
+    method = make_method(name, density=0.4, block=16)
     q, k = q_and_k()
-    first = method.plan(GEOMETRY, q, k, layer=0, step=0, state={}).plans
-    assert all(
-        a is b for a, b in zip(first, method.plan(GEOMETRY, q, k, layer=3, step=5, state={}).plans, strict=True)
-    )
+    first = method.plan(Query(GEOMETRY, q, k)).plans
+    later = method.plan(Query(GEOMETRY, q, k, layer=3, step=5)).plans
+    assert all(a is b for a, b in zip(first, later, strict=True))
     other = Geometry(8, 8, 8, text=12)
     q, k = q_and_k(other)
-    assert method.plan(other, q, k, layer=0, step=0, state={}).plans[0].queries.tokens == other.tokens
+    assert method.plan(Query(other, q, k)).plans[0].queries.tokens == other.tokens
 
 
 def test_svg2_starts_warm_and_anew_for_another_size() -> None:
@@ -78,24 +76,26 @@ def test_svg2_starts_warm_and_anew_for_another_size() -> None:
     assert torch.allclose(state["centroids"].keys, centroids.keys, atol=1e-5)  # same tokens: it had ended
     small = Geometry(4, 4, 4)
     q, k = q_and_k(small, heads=3)
-    plans = make("svg2", block=16).plan(small, q, k, layer=1, step=2, state=state)
+    plans = make_method("svg2", block=16).plan(Query(small, q, k, layer=1, step=2, state=state))
     assert len(plans.plans) == 3 and plans.plans[0].queries.tokens == small.tokens
 
 
 def test_sinks_are_the_family_s_unless_told() -> None:
     wan = Geometry(16, 8, 8, frame_sink=True)
     for name, parameter in (("radial", {"decay": 0.3}), ("svg", {"width_frames": 1.0})):
-        plain, sinking = (make(name, block=16, **parameter).build(g).plans[0] for g in (Geometry(16, 8, 8), wan))
+        plain, sinking = (
+            make_method(name, block=16, **parameter).build(g).plans[0] for g in (Geometry(16, 8, 8), wan)
+        )
         assert bool(sinking.token_mask()[:, :64].all()) and not bool(plain.token_mask()[:, :64].all())
-        off = make(name, block=16, sink=False, **parameter).build(wan).plans[0]
+        off = make_method(name, block=16, sink=False, **parameter).build(wan).plans[0]
         assert torch.equal(off.block_mask(), plain.block_mask())
 
 
 def test_svg_judges_by_the_output_where_values_are_given() -> None:
     q, k = q_and_k(heads=6, seed=4)
     v = torch.randn(q.shape, generator=torch.Generator().manual_seed(9))
-    method = make("svg", density=0.3, block=16)
-    plans = method.plan(GEOMETRY, q, k, layer=0, step=0, state={}, v=v)
+    method = make_method("svg", density=0.3, block=16)
+    plans = method.plan(Query(GEOMETRY, q, k, v))
     dense = F.scaled_dot_product_attention(q, k, v)
     outputs = [block_sparse(q, k, v, type(plans)((plan,))) for plan in plans.plans]
     errors = torch.stack([(output - dense)[:, :, : GEOMETRY.video].square().mean((2, 3)) for output in outputs])
@@ -129,20 +129,20 @@ def test_svg_judges_by_the_output_where_values_are_given() -> None:
 )
 def test_bad_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOptionError, match=message):
-        make(name, **options)
+        make_method(name, **options)
 
 
 @pytest.mark.parametrize("name", ["svg", "svg2", "topk"])
 def test_methods_that_look_at_q_and_k_ask_for_them(name: str) -> None:
     with pytest.raises(InvalidOptionError, match=f"{name} makes its plan from q and k"):
-        make(name).plan(GEOMETRY, None, None, layer=0, step=0, state={})
+        make_method(name).plan(Query(GEOMETRY))
 
 
 def test_what_is_found_can_be_read() -> None:
     for name in METHODS:
-        found = make(name, density=0.4, block=16).describe(LONG)
+        found = make_method(name, density=0.4, block=16).describe(LONG)
         assert found and found.get("density", 0.4) <= 0.4
-    assert make("sta", density=0.2).describe(Geometry(21, 45, 80))["tile"] == (3, 5, 8)
+    assert make_method("sta", density=0.2).describe(Geometry(21, 45, 80))["tile"] == (3, 5, 8)
 
 
 def test_the_choice_goes_by_geometry_and_says_why() -> None:
@@ -154,7 +154,7 @@ def test_the_choice_goes_by_geometry_and_says_why() -> None:
         "short": Geometry(8, 16, 16),
         "one frame": Geometry(1, 64, 64),
     }.items():
-        name, why = choose(geometry)
+        name, why = auto_method(geometry)
         assert name in METHODS and f"{geometry.rows} x {geometry.columns}" in why
         names[label] = name
     assert names == {
@@ -164,12 +164,12 @@ def test_the_choice_goes_by_geometry_and_says_why() -> None:
         "short": "svg",
         "one frame": "sta",
     }
-    assert choose(Geometry(21, 45, 80), density=0.1)[0] == "svg"  # less than radial attention can do there
-    assert choose(Geometry(128, 45, 80), density=0.11)[0] == "radial"
+    assert auto_method(Geometry(21, 45, 80), density=0.1)[0] == "svg"  # less than radial attention can do there
+    assert auto_method(Geometry(128, 45, 80), density=0.11)[0] == "radial"
 
 
 @pytest.mark.parametrize("geometry", [Geometry(21, 45, 80, frame_sink=True), Geometry(33, 48, 80), LONG], ids=str)
 def test_the_least_density_that_the_choice_goes_by_is_the_real_one(geometry: Geometry) -> None:
-    told = float(choose(geometry, density=1.0)[1].split()[-1])
-    real = make("radial", density=0.01).build(geometry).density
+    told = float(auto_method(geometry, density=1.0)[1].split()[-1])
+    real = make_method("radial", density=0.01).build(geometry).density
     assert told == round(real, 2)

@@ -57,15 +57,17 @@ GRIDS = [
 
 def plans_of(name: str, geometry: Geometry, q: torch.Tensor, k: torch.Tensor) -> HeadPlans:
     if name == "radial":
-        return HeadPlans((radial.plan_of(geometry, decay=0.3, block=16, sink=True),))
+        return HeadPlans((radial.radial_plan(geometry, decay=0.3, block=16, sink=True),))
     if name == "sta":
-        return HeadPlans((sta.plan_of(geometry, tile=(2, 3, 4), window=(1, 3, 1), block=16),))
+        return HeadPlans((sta.tile_plan(geometry, tile=(2, 3, 4), window=(1, 3, 1), block=16),))
     if name == "svg":
-        both = [make(geometry, 16, block=16, sink=True) for make in (svg.spatial, svg.temporal)]
-        return HeadPlans((*both, svg.temporal(geometry, 8, block=8, sink=True, sink_mode="frame0")), heads_to(q, 3))
+        both = [make(geometry, 16, block=16, sink=True) for make in (svg.spatial_plan, svg.temporal_plan)]
+        return HeadPlans(
+            (*both, svg.temporal_plan(geometry, 8, block=8, sink=True, sink_mode="frame0")), heads_to(q, 3)
+        )
     if name == "svg2":
-        return svg2.plans_of(geometry, q, k, clusters=(5, 9), top_p=0.6, density=0.5, block=16)[0]
-    return topk.plans_of(geometry, q, k, density=0.4, block=16)
+        return svg2.cluster_plans(geometry, q, k, clusters=(5, 9), top_p=0.6, density=0.5, block=16)[0]
+    return topk.top_block_plans(geometry, q, k, density=0.4, block=16)
 
 
 def heads_to(q: torch.Tensor, plans: int) -> torch.Tensor:
@@ -94,7 +96,7 @@ def test_grids_that_are_no_multiple_of_the_tile(grid: sta.Three, window: sta.Thr
     """FastVideo#620 (C50): with all tiles kept it is dense attention, with some it is the masked one."""
     geometry = Geometry(*grid, text=3)
     q, k, v = tensors(1, 2, geometry.tokens)
-    plan = sta.plan_of(geometry, tile=(4, 4, 4), window=window, block=16)
+    plan = sta.tile_plan(geometry, tile=(4, 4, 4), window=window, block=16)
     agrees(HeadPlans((plan,)), q, k, v)
     if window == (9, 9, 9):
         assert torch.equal(block_sparse(q, k, v, HeadPlans((plan,))), F.scaled_dot_product_attention(q, k, v))
@@ -208,9 +210,9 @@ def test_queries_and_keys_may_differ_in_number() -> None:
 @pytest.mark.parametrize("geometry", [GRIDS[1], GRIDS[3], Geometry(12, 16, 32)], ids=str)
 def test_no_pair_is_computed_that_the_plan_leaves_out(geometry: Geometry) -> None:
     for plan in (
-        sta.plan_of(geometry, tile=(4, 4, 8), window=(1, 3, 1)),
-        svg.temporal(geometry, 256, sink=True),
-        radial.plan_of(geometry, decay=0.5, sink=True),
+        sta.tile_plan(geometry, tile=(4, 4, 8), window=(1, 3, 1)),
+        svg.temporal_plan(geometry, 256, sink=True),
+        radial.radial_plan(geometry, decay=0.5, sink=True),
     ):
         work = prepare(plan)
         pairs = sum((piece.stop - piece.start) * piece.keys for piece in work.pieces) if not work.full else None
@@ -219,9 +221,9 @@ def test_no_pair_is_computed_that_the_plan_leaves_out(geometry: Geometry) -> Non
 
 def test_query_blocks_with_the_same_keys_are_one_piece() -> None:
     geometry = Geometry(12, 16, 32)
-    work = prepare(sta.plan_of(geometry, tile=(2, 8, 8), window=(3, 1, 3)))
+    work = prepare(sta.tile_plan(geometry, tile=(2, 8, 8), window=(3, 1, 3)))
     assert len(work.pieces) == 4 * 2 * 2  # 48 tiles, but 16 different windows
-    band = prepare(svg.spatial(geometry, 768))
+    band = prepare(svg.spatial_plan(geometry, 768))
     assert all(len(piece.runs) == 1 for piece in band.pieces) and band.most == 0  # sliced, never copied
 
 
@@ -236,7 +238,7 @@ def test_a_plan_is_prepared_once_and_forgotten_with_it() -> None:
 
 def test_coarser_groups_see_the_union() -> None:
     q, k, v = tensors(1, 1, 256)
-    plan = svg.spatial(Geometry(16, 4, 4), 32, block=16)
+    plan = svg.spatial_plan(Geometry(16, 4, 4), 32, block=16)
     assert len(prepare(plan, 4).pieces) < len(prepare(plan).pieces)
     kept = plan.block_mask()
     union = torch.cat([part.any(0, keepdim=True).expand(len(part), -1) for part in kept.split(4)])

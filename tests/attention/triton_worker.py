@@ -21,7 +21,7 @@ from diffaccel.attention.kernels import torch_plan, triton_sparse
 from diffaccel.attention.kernels.triton_int8 import int8_attention
 from diffaccel.attention.plan import BlockPlan, HeadPlans
 from diffaccel.attention.sage.int8 import int8_attention_reference
-from diffaccel.attention.sage.variants import attend, load
+from diffaccel.attention.sage.variants import attend, kernel_of
 from tests.attention.cases import (
     full_plan,
     ragged_plans,
@@ -183,7 +183,11 @@ def masks() -> dict[str, Any]:
     mask[..., :64] = True
     wanted = truth(*(x.transpose(1, 2) for x in (q, k, v)), mask)[0]
     unmasked = truth(*(x.transpose(1, 2) for x in (q, k, v)))[0]
-    for variant, kernel in (("1", version_1()), ("triton", load("triton")), ("reference", load("reference"))):
+    for variant, kernel in (
+        ("1", version_1()),
+        ("triton", kernel_of("triton")),
+        ("reference", kernel_of("reference")),
+    ):
         out = attend(variant, kernel, Inputs(q, k, v, mask), (64,)).transpose(1, 2)
         found[variant] = {"masked": relative_l1(out, wanted), "unmasked": relative_l1(out, unmasked)}
     return found
@@ -197,7 +201,11 @@ def hard_numbers() -> dict[str, Any]:
     q, k, v = (q * 300).half(), (k * 300).half(), v.half()
     q[:, 7] = k[:, 9] = 0
     wanted = truth(*(x.transpose(1, 2) for x in (q, k, v)))[0]
-    for variant, kernel in (("1", version_1()), ("triton", load("triton")), ("reference", load("reference"))):
+    for variant, kernel in (
+        ("1", version_1()),
+        ("triton", kernel_of("triton")),
+        ("reference", kernel_of("reference")),
+    ):
         out = attend(variant, kernel, Inputs(q, k, v), (128,)).transpose(1, 2)
         found[variant] = {"finite": bool(torch.isfinite(out).all()), "l1": relative_l1(out, wanted)}
     return found

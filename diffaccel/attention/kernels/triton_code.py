@@ -24,18 +24,28 @@ def _step(acc, total, top, scores, v, UPCAST: tl.constexpr, PRECISION: tl.conste
 
 
 @triton.jit
-def _finish(acc, total, top):  # type: ignore[no-untyped-def]
-    """(output, natural log-sum-exp); a row that saw no key gives 0 and -inf."""
+def _scores(q, k, in_n, scale_log2, UPCAST: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[M, N] in units of log2 of q [M, D] and k [D, N]; keys that are not `in_n` [N] count as hidden."""
+    if UPCAST:
+        k = k.to(tl.float32)
+    return tl.where(in_n[None, :], tl.dot(q, k, input_precision=PRECISION) * scale_log2, float("-inf"))
+
+
+@triton.jit
+def _store(out_at, lse_at, acc, total, top, in_m, in_d):  # type: ignore[no-untyped-def]
+    """Write output [M, D] and natural log-sum-exp [M]; a row that saw no key gives 0 and -inf."""
     seen = total > 0
     out = tl.where(seen[:, None], acc / tl.where(seen, total, 1.0)[:, None], 0.0)
     lse = tl.where(seen, (top + tl.math.log2(tl.where(seen, total, 1.0))) * 0.6931471805599453, float("-inf"))
     # A NaN total (NaN or infinite inputs) is not > 0, but must not look like an empty row.
     broken = total != total
-    return tl.where(broken[:, None], total[:, None], out), tl.where(broken, total, lse)
+    out = tl.where(broken[:, None], total[:, None], out)
+    tl.store(out_at, out.to(out_at.dtype.element_ty), in_m[:, None] & in_d[None, :])
+    tl.store(lse_at, tl.where(broken, total, lse), in_m)
 
 
 @triton.jit
-def block_sparse(  # type: ignore[no-untyped-def]
+def block_sparse_kernel(  # type: ignore[no-untyped-def]
     Q, K, V, Out, Lse,
     Rows, Keys, Plans, Assign, QueryOrder, KeyOrder,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
@@ -80,20 +90,15 @@ def block_sparse(  # type: ignore[no-untyped-def]
         n = n.to(tl.int64)
         k = tl.load(K + n[None, :] * k_n + d[:, None], in_n[None, :] & in_d[:, None], other=0.0)
         v = tl.load(V + n[:, None] * v_n + d[None, :], in_n[:, None] & in_d[None, :], other=0.0)
-        if UPCAST:
-            k = k.to(tl.float32)
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-        scores = tl.where(in_n[None, :], scores, float("-inf"))
+        scores = _scores(q, k, in_n, scale_log2, UPCAST, PRECISION)
         acc, total, top = _step(acc, total, top, scores, v, UPCAST, PRECISION)
 
-    out, lse = _finish(acc, total, top)
-    where = Out + batch * o_b + h * o_h + at[:, None] * o_n + d[None, :]
-    tl.store(where, out.to(Out.dtype.element_ty), in_m[:, None] & in_d[None, :])
-    tl.store(Lse + head.to(tl.int64) * queries + at, lse, in_m)
+    out_at = Out + batch * o_b + h * o_h + at[:, None] * o_n + d[None, :]
+    _store(out_at, Lse + head.to(tl.int64) * queries + at, acc, total, top, in_m, in_d)
 
 
 @triton.jit
-def int8_attention(  # type: ignore[no-untyped-def]
+def int8_kernel(  # type: ignore[no-untyped-def]
     Q, K, V, Out, Lse, QScale, KScale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
     heads, group, queries, keys, q_blocks, k_blocks,
@@ -132,7 +137,5 @@ def int8_attention(  # type: ignore[no-untyped-def]
         scores = tl.where(in_n[None, :], scores, float("-inf"))
         acc, total, top = _step(acc, total, top, scores, v, UPCAST, PRECISION)
 
-    out, lse = _finish(acc, total, top)
-    where = Out + batch * o_b + h * o_h + at[:, None] * o_n + d[None, :]
-    tl.store(where, out.to(Out.dtype.element_ty), in_m[:, None] & in_d[None, :])
-    tl.store(Lse + head.to(tl.int64) * queries + at, lse, in_m)
+    out_at = Out + batch * o_b + h * o_h + at[:, None] * o_n + d[None, :]
+    _store(out_at, Lse + head.to(tl.int64) * queries + at, acc, total, top, in_m, in_d)

@@ -37,7 +37,7 @@ def int8_attention(
 
     if shape.keys != BLOCK_KEYS or BLOCK_QUERIES % shape.queries:
         raise ValueError(f"tiles of {shape} do not fit the blocks of the scales")
-    launch = triton_code.int8_attention[(-(-queries // shape.queries), batch * heads)]
+    launch = triton_code.int8_kernel[(-(-queries // shape.queries), batch * heads)]
     with on(q.device):
         launch(
             q8.values, k8.values, v, out, lse, q8.scales, k8.scales,

@@ -15,7 +15,7 @@ import torch
 
 from ...errors import InvalidOptionError
 from ..plan import HeadPlans
-from .tables import tables
+from .tables import Tables, tables
 from .tiles import LOWEST, Tile, tile
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -48,7 +48,7 @@ def interpreted() -> bool:
 
     from . import triton_code
 
-    return not isinstance(triton_code.block_sparse, JITFunction)
+    return not isinstance(triton_code.block_sparse_kernel, JITFunction)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -109,10 +109,26 @@ def block_sparse(
     lists = tables(plans, batch * heads, shape.queries, shape.keys, q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
+    _launch(q, k, v, out, lse, lists, dim**-0.5 if scale is None else scale, shape)
+    return (out, lse) if return_lse else out
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    lists: Tables,
+    scale: float,
+    shape: Tile,
+) -> None:
+    """Write `out` [B, H, Nq, D] and `lse` [B, H, Nq]."""
     from . import triton_code
 
+    batch, heads, queries, dim = q.shape
     unused = lists.rows
-    launch = triton_code.block_sparse[(lists.longest, batch * heads)]
+    launch = triton_code.block_sparse_kernel[(lists.longest, batch * heads)]
     with on(q.device):
         launch(
             q, k, v, out, lse,
@@ -120,14 +136,12 @@ def block_sparse(
             unused if lists.query_order is None else lists.query_order,
             unused if lists.key_order is None else lists.key_order,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-            heads, heads // k.shape[1], queries, k.shape[2],
-            (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+            heads, heads // k.shape[1], queries, k.shape[2], scale * math.log2(math.e),
             HEAD_DIM=dim, WIDTH=width(dim), TILE_M=shape.queries, TILE_N=shape.keys,
             ORDER_Q=lists.query_order is not None, ORDER_K=lists.key_order is not None,
             UPCAST=interpreted(), PRECISION=precision(q.dtype),
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
-    return (out, lse) if return_lse else out
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: HeadPlans) -> None:

@@ -23,7 +23,7 @@ from ..calls import Counts, Inputs, Where, with_lse
 from ..choice import head_dim_of
 from ..padding import PaddingReader
 from ..processors import form, processors
-from .variants import ALWAYS_SMOOTH, attend, load
+from .variants import ALWAYS_SMOOTH, attend, kernel_of
 
 WAITING = ("cuda",)  # devices that run behind the host: a look at their results waits for them
 AUTO = ("2", "1", "triton")  # best first; a call that one of them cannot serve goes to the next
@@ -114,12 +114,12 @@ class SageAttention:
         return {"origin": "unmeasured"}
 
     def attach(self, target: Target, site: Site) -> Edit:
-        """Put the kernels on the seam of every denoiser."""
+        """Intercept the attention of every denoiser."""
         fit, reasons = self.chain(target)
         kernels, failed = _loaded(fit)
         if not kernels:
             raise MissingDependencyError(f"{NAME}: {'; '.join(failed or reasons)}")
-        handler = _Handler(self, kernels)
+        handler = SageHandler(self, kernels)
         return attach_handler(NAME, target, site, handler, handler.begin_run, handler.stats)
 
 
@@ -128,7 +128,7 @@ def _loaded(fit: Iterable[Backend]) -> tuple[list[tuple[Backend, Any]], list[str
     kernels, failed = [], []
     for backend in fit:
         try:
-            kernels.append((backend, load(backend.name)))
+            kernels.append((backend, kernel_of(backend.name)))
         except (ImportError, OSError, RuntimeError, ValueError) as error:  # not built for this PyTorch, say
             failed.append(f"variant {backend.name!r} is installed but cannot be used: {error}")
     return kernels, failed
@@ -147,7 +147,7 @@ def _needs(target: Target) -> Iterable[tuple[str, int]]:
                 yield dtype, head_dim_of(attention) or 0
 
 
-class _Handler:
+class SageHandler:
     """Answers self-attention of the blocks in 8 bits where that can be; says and counts where not."""
 
     def __init__(self, lever: SageAttention, kernels: list[tuple[Backend, Any]]) -> None:

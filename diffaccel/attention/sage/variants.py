@@ -26,7 +26,7 @@ Answer = Any  # [B, Nq, H, D], or with inputs.lse also the log-sum-exp [B, H, Nq
 ALWAYS_SMOOTH = ("2", "3", "hub")  # their public functions take K's mean out and know no switch
 
 
-def load(variant: str) -> Kernel:
+def kernel_of(variant: str) -> Kernel:
     """The kernel's function (of others' packages: their own one). Raises what the import raises."""
     if variant in ("1", "2"):
         found: Kernel = importlib.import_module("sageattention").sageattn
@@ -91,7 +91,7 @@ def attend(variant: str, kernel: Kernel, inputs: Inputs, valid: tuple[int, ...],
 
     Args:
         variant: a name of `backends.SAGE`; the call must fit it (`unfit_call`).
-        kernel: `load(variant)`.
+        kernel: `kernel_of(variant)`.
         inputs: the call; its mask may hide padding at the end and nothing else.
         valid: number of keys that are not padding, per sample (from `padding.valid_prefix`); hidden keys are cut
             off, which is exact, sample by sample where the numbers differ.

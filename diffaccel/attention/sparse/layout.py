@@ -9,6 +9,8 @@ import torch
 from ..geometry import Geometry
 from ..plan import BlockPlan, Blocks, HeadPlans
 
+Three = tuple[int, int, int]  # (frames, rows, columns)
+
 BLOCK = 128  # tokens of a block where nothing else is said
 
 

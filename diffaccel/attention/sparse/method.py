@@ -1,52 +1,56 @@
-"""What the methods of sparse attention share: their protocol, what authors recommend, checks of their options."""
+"""What every method of sparse attention is: a frozen config that answers a `Query` with `HeadPlans`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ...core import options
-from ...errors import InvalidOptionError, unknown
+from ...errors import InvalidOptionError
 from ..geometry import Geometry
 from ..plan import HeadPlans
 
 
-@dataclass(frozen=True)
-class Recommended:
-    """What the authors run: share of steps (at the start) and number of layers that stay dense."""
+@dataclass(frozen=True, eq=False)
+class Query:
+    """What a plan is asked for: one attention call of one layer.
 
-    dense_steps: float
-    dense_layers: int
-    source: str
+    Attributes:
+        geometry: how the N tokens lie: video (frame by frame) and text.
+        q, k, v: [B, H, N, D]; None where the plan hangs on the geometry alone (v: where it is not needed).
+        scale: factor of the scores; None is 1 / sqrt(D).
+        layer: index of the transformer block in running order.
+        step: of the run, from 0.
+        state: private to one run, guidance branch and layer; a method may keep tensors there for later steps, which
+            it replaces and never writes into.
+    """
+
+    geometry: Geometry
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    scale: float | None = None
+    layer: int = 0
+    step: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k; raises InvalidOptionError where the method `name` was not given them."""
+        if self.q is None or self.k is None:
+            raise InvalidOptionError(f"{name} makes its plan from q and k: both must be given")
+        return self.q, self.k
 
 
 class Method(Protocol):
-    """What a lever needs of a method.
-
-    `static`: the plan depends on the geometry alone (q and k may be None), so it can be kept. `state` is a dict
-    private to one run, branch and layer.
-    """
+    """What a lever needs of a method. `static`: the plan depends on the geometry alone, so it can be kept."""
 
     name: ClassVar[str]
     static: ClassVar[bool]
-    recommended: ClassVar[Recommended]
 
-    def plan(
-        self,
-        geometry: Geometry,
-        q: torch.Tensor | None,
-        k: torch.Tensor | None,
-        *,
-        layer: int,
-        step: int,
-        state: dict[str, Any],
-        v: torch.Tensor | None = None,
-        scale: float | None = None,
-    ) -> HeadPlans:
-        """Plans for q, k, v [B, H, N, D]."""
+    def plan(self, query: Query) -> HeadPlans:
+        """Which blocks every head keeps."""
 
     def describe(self, geometry: Geometry) -> dict[str, Any]:
         """Parameters found for this geometry; with `density` where that is known beforehand."""
@@ -65,36 +69,3 @@ class Builder(Protocol):
 def kept(method: Builder, geometry: Geometry) -> HeadPlans:
     """What depends on config and geometry alone, made once: the same object, so kernels know what they prepared."""
     return method.build(geometry)
-
-
-# ---- checks of options ----------------------------------------------------------------------------------------------
-
-
-def take(config: Any, check: options.Check, *names: str) -> None:
-    """Refuse fields of a method's config that are not what `check` allows."""
-    options.take(config, check, *names, form="{name}={value}: it must be {allowed}")
-
-
-SHARE = options.above(0, 1, "a number above 0 up to 1")
-SHARE_OR_0 = options.number(0, 1, "a number from 0 up to 1")
-POSITIVE = options.above(0)
-COUNT = options.whole(1)
-THREE = options.Check(
-    "three whole numbers of at least 1 (frames, rows, columns)",
-    lambda value: isinstance(value, tuple) and len(value) == 3 and all(options.is_whole(n) and n >= 1 for n in value),
-)
-
-
-def either(density: float | None, name: str, value: object) -> None:
-    if density is not None and value is not None:
-        raise InvalidOptionError(f"density={density!r} finds {name}, so {name}={value!r} cannot be given as well")
-
-
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise unknown(name, value, allowed)
-
-
-def need_tensors(name: str, *tensors: torch.Tensor | None) -> None:
-    if any(x is None for x in tensors):
-        raise InvalidOptionError(f"{name} makes its plan from q and k: both must be given")

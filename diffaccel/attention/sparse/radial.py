@@ -10,14 +10,18 @@ bl(x) the bit length of x, S tokens a frame and d the distance of two frames:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from ...core.options import BOOLEAN
 from ..geometry import Geometry
-from ..plan import BlockPlan, Blocks
-from .layout import BLOCK, dense_text, density_of, largest, video_start
+from ..plan import BlockPlan, Blocks, HeadPlans
+from .layout import BLOCK, dense_text, density_of, full, largest, video_start
+from .method import Query, kept
+from .options import COUNT, POSITIVE, SHARE, either, one_of, take
 
 Shrink = Literal["any", "strict"]
 
@@ -75,7 +79,7 @@ def _pair_strict(frame: int, block: int, begins: tuple[int, int], counts: tuple[
     return 5 * tally[0] > 3 * tally[1]
 
 
-def block_map(
+def radial_map(
     geometry: Geometry,
     *,
     decay: float = 1.0,
@@ -114,7 +118,7 @@ def block_map(
     return dense_text(kept, geometry, block)
 
 
-def token_mask(
+def radial_token_mask(
     geometry: Geometry, *, decay: float = 1.0, block: int = BLOCK, threshold: int | None = None, sink: bool = False
 ) -> torch.Tensor:
     """[N, N] boolean mask over tokens as they come."""
@@ -132,7 +136,7 @@ def token_mask(
 
 def least_density(geometry: Geometry, *, block: int = BLOCK) -> float:
     """The density at the least decay, with the sink as the family has it."""
-    kept = block_map(geometry, decay=2.0 ** (DECAYS[0] / DECAY_STEPS), block=block, sink=geometry.frame_sink)
+    kept = radial_map(geometry, decay=2.0 ** (DECAYS[0] / DECAY_STEPS), block=block, sink=geometry.frame_sink)
     return density_of(kept.fill_diagonal_(True), geometry.tokens, block)
 
 
@@ -153,13 +157,13 @@ def decay_for(
 
     def fits(step: int) -> bool:
         decay = 2.0 ** (step / DECAY_STEPS)
-        kept = block_map(geometry, decay=decay, block=block, threshold=threshold, shrink=shrink, sink=sink)
+        kept = radial_map(geometry, decay=decay, block=block, threshold=threshold, shrink=shrink, sink=sink)
         return density_of(kept.fill_diagonal_(True), geometry.tokens, block) <= density
 
     return float(2.0 ** (largest(fits, *DECAYS) / DECAY_STEPS))
 
 
-def plan_of(
+def radial_plan(
     geometry: Geometry,
     *,
     decay: float = 1.0,
@@ -168,8 +172,68 @@ def plan_of(
     shrink: Shrink = "strict",
     sink: bool = False,
 ) -> BlockPlan:
-    """`block_map` as a plan; a block always sees itself, which the strict rule alone does not promise."""
-    kept = block_map(geometry, decay=decay, block=block, threshold=threshold, shrink=shrink, sink=sink)
+    """`radial_map` as a plan; a block always sees itself, which the strict rule alone does not promise."""
+    kept = radial_map(geometry, decay=decay, block=block, threshold=threshold, shrink=shrink, sink=sink)
     kept.fill_diagonal_(True)
     blocks = Blocks.even(geometry.tokens, block)
     return BlockPlan.of_mask(kept, blocks, blocks)
+
+
+# ---- the config -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Radial:
+    """Radial attention: bands that narrow with the distance of frames. Static.
+
+    Attributes:
+        density: finds the decay. Neighbouring frames and the sink are always whole, so short videos have a least one.
+        decay: the paper's gamma, instead of density. With neither: 1.0.
+        shrink: "strict" (the reference's rule for blocks) or "any" (every block with a kept pair).
+        sink: all see frame 0; None: as the family has it.
+        threshold: bands narrower than this drop frames; None: the block.
+        block: tokens.
+    """
+
+    density: float | None = None
+    decay: float | None = None
+    shrink: Shrink = "strict"
+    sink: bool | None = None
+    threshold: int | None = None
+    block: int = BLOCK
+
+    name: ClassVar[str] = "radial"
+    static: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        take(self, SHARE.or_none(), "density")
+        take(self, POSITIVE.or_none(), "decay")
+        either(self.density, "decay", self.decay)
+        one_of("shrink", self.shrink, ("any", "strict"))
+        take(self, BOOLEAN.or_none(), "sink")
+        take(self, COUNT.or_none(), "threshold")
+        take(self, COUNT, "block")
+
+    def _options(self, geometry: Geometry) -> dict[str, Any]:
+        sink = geometry.frame_sink if self.sink is None else self.sink
+        return {"block": self.block, "threshold": self.threshold, "shrink": self.shrink, "sink": sink}
+
+    def _decay(self, geometry: Geometry) -> float:
+        if self.density is not None:
+            return decay_for(geometry, self.density, **self._options(geometry))
+        return 1.0 if self.decay is None else float(self.decay)
+
+    def plan(self, query: Query) -> HeadPlans:
+        """One plan for all heads."""
+        return kept(self, query.geometry)
+
+    def build(self, geometry: Geometry) -> HeadPlans:
+        """The plan, made anew."""
+        if self.density == 1.0:
+            return full(geometry.tokens, self.block)
+        return HeadPlans((radial_plan(geometry, decay=self._decay(geometry), **self._options(geometry)),))
+
+    def describe(self, geometry: Geometry) -> dict[str, Any]:
+        """{decay, sink, density}."""
+        sink = self._options(geometry)["sink"]
+        return {"decay": self._decay(geometry), "sink": sink, "density": kept(self, geometry).density}

@@ -13,22 +13,24 @@ from typing import Any
 
 from ...errors import InvalidOptionError, nearest, unknown
 from ..geometry import Geometry
-from . import radial
-from .dynamic import SparseVideoGen, SparseVideoGen2, TopBlocks
-from .method import Method, Recommended
-from .static import Radial, SlidingTile
+from .method import Method, Query
+from .radial import Radial, least_density
+from .sta import SlidingTile
+from .svg import SparseVideoGen
+from .svg2 import SparseVideoGen2
+from .topk import TopBlocks
 
 __all__ = [
     "METHODS",
     "Method",
+    "Query",
     "Radial",
-    "Recommended",
     "SlidingTile",
     "SparseVideoGen",
     "SparseVideoGen2",
     "TopBlocks",
-    "choose",
-    "make",
+    "auto_method",
+    "make_method",
 ]
 
 METHODS: dict[str, type[Any]] = {
@@ -40,7 +42,7 @@ METHODS: dict[str, type[Any]] = {
 }
 
 
-def make(name: str, **options: Any) -> Method:
+def make_method(name: str, **options: Any) -> Method:
     """The config of a method by name; unknown names and options raise with the nearest allowed one."""
     if name not in METHODS:
         raise unknown("sparse attention method", name, ["auto", *METHODS])
@@ -56,7 +58,7 @@ RADIAL_LEAST = 0.3  # "auto" takes radial attention where it can go down to this
 
 
 @lru_cache(maxsize=64)
-def choose(geometry: Geometry, density: float | None = None) -> tuple[str, str]:
+def auto_method(geometry: Geometry, density: float | None = None) -> tuple[str, str]:
     """(name of a method for this geometry, why), for method="auto".
 
     Radial attention keeps neighbouring frames and the sink whole and a band of a block's width elsewhere: with many
@@ -68,7 +70,7 @@ def choose(geometry: Geometry, density: float | None = None) -> tuple[str, str]:
     size = f"{f} frame{'s' * (f != 1)} of {geometry.rows} x {geometry.columns}"
     if f == 1:
         return "sta", f"{size}: the other methods tell near from far by frames"
-    least = radial.least_density(geometry)
+    least = least_density(geometry)
     if least <= (RADIAL_LEAST if density is None else density):
         return "radial", f"{size}: bands that narrow with distance can go down to a density of {least:.2f}"
     return "svg", f"{size}: radial attention would keep at least {least:.2f} of all pairs; svg reaches any density"

@@ -7,16 +7,18 @@ An even k therefore covers 2 * (k // 2) + 1 tiles.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 from math import ceil, prod
+from typing import Any, ClassVar
 
 import torch
 
 from ..geometry import Geometry
-from ..plan import BlockPlan, Blocks
-from .layout import BLOCK, around_text, framed, video_share
-
-Three = tuple[int, int, int]
+from ..plan import BlockPlan, Blocks, HeadPlans
+from .layout import BLOCK, Three, around_text, framed, full, video_share
+from .method import Query, kept
+from .options import COUNT, SHARE, THREE, either, take
 
 
 def _surface(tile: Three) -> int:
@@ -73,7 +75,7 @@ def axis_map(count: int, window: int) -> torch.Tensor:
     return (centre[:, None] - place[None]).abs() <= half
 
 
-def block_map(grid: Three, window: Three) -> torch.Tensor:
+def tile_map(grid: Three, window: Three) -> torch.Tensor:
     """[tiles, tiles] boolean map of tiles in raster order."""
     t, h, w = (axis_map(n, k).to(torch.uint8) for n, k in zip(grid, window, strict=True))
     return torch.kron(torch.kron(t, h), w).bool()
@@ -100,14 +102,65 @@ def choose_window(geometry: Geometry, tile: Three, density: float) -> Three:
     return best[2]
 
 
-def plan_of(geometry: Geometry, *, tile: Three, window: Three, block: int = BLOCK) -> BlockPlan:
+def tile_plan(geometry: Geometry, *, tile: Three, window: Three, block: int = BLOCK) -> BlockPlan:
     """The plan over tiles; text in blocks of `block` tokens, dense."""
     order, lengths = tile_order(geometry, tile)
     blocks, video = around_text(geometry, lengths, order, block)
-    return BlockPlan.of_mask(framed(block_map(grid_of(geometry, tile), window), blocks.count, video), blocks, blocks)
+    return BlockPlan.of_mask(framed(tile_map(grid_of(geometry, tile), window), blocks.count, video), blocks, blocks)
 
 
 def tiles(geometry: Geometry, block: int = BLOCK, tile: Three | None = None) -> tuple[Blocks, slice]:
     """Blocks of all tokens with the video in tiles, and which of them are video."""
     order, lengths = tile_order(geometry, tile or choose_tile(geometry, block))
     return around_text(geometry, lengths, order, block)
+
+
+# ---- the config -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlidingTile:
+    """Sliding tile attention: a window of tiles around each tile. Static.
+
+    Attributes:
+        density: finds the window: the one that keeps the most within it. With neither: 0.2.
+        window: tiles (frames, rows, columns), instead of density.
+        tile: tokens (frames, rows, columns); None: chosen for the grid, at most `block` tokens.
+        block: tokens.
+    """
+
+    density: float | None = None
+    window: Three | None = None
+    tile: Three | None = None
+    block: int = BLOCK
+
+    name: ClassVar[str] = "sta"
+    static: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        take(self, SHARE.or_none(), "density")
+        take(self, THREE.or_none(), "window", "tile")
+        either(self.density, "window", self.window)
+        take(self, COUNT, "block")
+
+    def _shape(self, geometry: Geometry) -> tuple[Three, Three]:
+        tile = self.tile or choose_tile(geometry, self.block)
+        density = 0.2 if self.density is None else self.density
+        return tile, self.window or choose_window(geometry, tile, density)
+
+    def plan(self, query: Query) -> HeadPlans:
+        """One plan for all heads."""
+        return kept(self, query.geometry)
+
+    def build(self, geometry: Geometry) -> HeadPlans:
+        """The plan, made anew."""
+        if self.density == 1.0:
+            return full(geometry.tokens, self.block)
+        tile, window = self._shape(geometry)
+        return HeadPlans((tile_plan(geometry, tile=tile, window=window, block=self.block),))
+
+    def describe(self, geometry: Geometry) -> dict[str, Any]:
+        """{tile, grid, window, density}."""
+        tile, window = self._shape(geometry)
+        grid = grid_of(geometry, tile)
+        return {"tile": tile, "grid": grid, "window": window, "density": kept(self, geometry).density}

@@ -7,14 +7,18 @@ place (n' = s * F + f) it keeps near places. Which of them a head is, is measure
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil, sqrt
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from ...core.options import BOOLEAN
 from ..geometry import Geometry
-from ..plan import BlockPlan, Blocks
-from .layout import BLOCK, around_text, dense_text, density_of, framed, largest, spans, video_start
+from ..plan import BlockPlan, Blocks, HeadPlans
+from .layout import BLOCK, around_text, dense_text, density_of, framed, full, largest, spans, video_start
+from .method import Query, kept
+from .options import COUNT, POSITIVE, SHARE, either, one_of, take
 
 SinkMode = Literal["reference", "frame0"]
 
@@ -53,7 +57,7 @@ def spatial_map(geometry: Geometry, half: int, *, block: int = BLOCK, sink: bool
     return dense_text(kept, geometry, block)
 
 
-def spatial(geometry: Geometry, half: int, *, block: int = BLOCK, sink: bool = False) -> BlockPlan:
+def spatial_plan(geometry: Geometry, half: int, *, block: int = BLOCK, sink: bool = False) -> BlockPlan:
     """`spatial_map` as a plan: the band on the order of the sequence."""
     blocks = Blocks.even(geometry.tokens, block)
     return BlockPlan.of_mask(spatial_map(geometry, half, block=block, sink=sink), blocks, blocks)
@@ -64,7 +68,7 @@ def place_order(geometry: Geometry) -> torch.Tensor:
     return torch.arange(geometry.video).view(geometry.frames, geometry.frame).T.flatten()
 
 
-def temporal(
+def temporal_plan(
     geometry: Geometry, half: int, *, block: int = BLOCK, sink: bool = False, sink_mode: SinkMode = "reference"
 ) -> BlockPlan:
     """The band on the order place by place; text in blocks of its own, dense.
@@ -103,7 +107,7 @@ def _positions(blocks: Blocks, video: slice) -> tuple[torch.Tensor, torch.Tensor
     return starts[:-1] - starts[0], starts[1:] - starts[0] - 1
 
 
-def token_mask(geometry: Geometry, half: int, *, sink: bool = False, temporal: bool = False) -> torch.Tensor:
+def band_token_mask(geometry: Geometry, half: int, *, sink: bool = False, temporal: bool = False) -> torch.Tensor:
     """[N, N] boolean mask over tokens as they come (sink of temporal heads as upstream has it)."""
     place = torch.arange(geometry.video)
     seen = (place[:, None] - place[None]).abs() <= half
@@ -139,14 +143,8 @@ def sample_rows(geometry: Geometry, count: int, seed: int) -> torch.Tensor:
 
 def row_mask(plan: BlockPlan, rows: torch.Tensor) -> torch.Tensor:
     """[rows, N] boolean: the keys, as they come, that these tokens see under a plan."""
-    home = _block_of(plan.queries)[rows]
-    return plan.block_mask()[home][:, _block_of(plan.keys)]
-
-
-def _block_of(blocks: Blocks) -> torch.Tensor:
-    """[N] int64: the block of every token as they come."""
-    home = torch.repeat_interleave(torch.arange(blocks.count), blocks.starts.diff().long())
-    return home if blocks.order is None else torch.empty_like(home).index_put_((blocks.order.cpu(),), home)
+    home = plan.queries.block_of_token()[rows]
+    return plan.block_mask()[home][:, plan.keys.block_of_token()]
 
 
 def classify(
@@ -188,3 +186,69 @@ def _errors(weights: torch.Tensor, seen: list[torch.Tensor], v: torch.Tensor | N
         else:
             errors.append(((cut @ v) / mass.clamp(min=1e-20) - exact).square().mean((1, 2)))
     return torch.stack(errors)
+
+
+# ---- the config -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SparseVideoGen:
+    """Sparse VideoGen: each head spatial or temporal, by the error on sampled rows at every call.
+
+    Attributes:
+        density: finds the band's width, sink and text counted in. With neither: 0.3.
+        width_frames: half width in frames, instead of density (the function `width_frames` is the paper's formula).
+        sample_rows: video tokens tried per call, out of all of them.
+        sink: all see frame 0; None: as the family has it.
+        sink_mode: of temporal heads: "reference" (the first S positions place by place) or "frame0".
+        block: tokens.
+    """
+
+    density: float | None = None
+    width_frames: float | None = None
+    sample_rows: int = 64
+    sink: bool | None = None
+    sink_mode: SinkMode = "reference"
+    block: int = BLOCK
+
+    name: ClassVar[str] = "svg"
+    static: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        take(self, SHARE.or_none(), "density")
+        take(self, POSITIVE.or_none(), "width_frames")
+        either(self.density, "width_frames", self.width_frames)
+        take(self, BOOLEAN.or_none(), "sink")
+        one_of("sink_mode", self.sink_mode, ("reference", "frame0"))
+        take(self, COUNT, "sample_rows", "block")
+
+    def _half(self, geometry: Geometry) -> tuple[int, bool]:
+        sink = geometry.frame_sink if self.sink is None else self.sink
+        if self.width_frames is not None:
+            return half_width(geometry, self.width_frames, self.block), sink
+        density = 0.3 if self.density is None else self.density
+        return half_width_for(geometry, density, block=self.block, sink=sink), sink
+
+    def plan(self, query: Query) -> HeadPlans:
+        """Two plans, and which head takes which. Without v, heads are told apart by the attention they lose."""
+        both = kept(self, query.geometry)
+        if len(both.plans) == 1:
+            return both
+        q, k = query.tensors(self.name)
+        rows = sample_rows(query.geometry, self.sample_rows, 1_000_003 * query.layer + query.step)
+        return HeadPlans(both.plans, classify(q, k, query.v, both.plans, rows, query.scale))
+
+    def build(self, geometry: Geometry) -> HeadPlans:
+        """The spatial and the temporal plan, or one that keeps everything."""
+        if self.density == 1.0:
+            return full(geometry.tokens, self.block)
+        half, sink = self._half(geometry)
+        near = spatial_plan(geometry, half, block=self.block, sink=sink)
+        placed = temporal_plan(geometry, half, block=self.block, sink=sink, sink_mode=self.sink_mode)
+        return HeadPlans((near, placed), torch.zeros(1, 1, dtype=torch.int64))
+
+    def describe(self, geometry: Geometry) -> dict[str, Any]:
+        """{half_width, width_frames, sink, density} (of the spatial plan)."""
+        half, sink = self._half(geometry)
+        density = kept(self, geometry).plans[0].density
+        return {"half_width": half, "width_frames": half / geometry.frame, "sink": sink, "density": density}

@@ -9,12 +9,16 @@ by the size of cluster j; of every row the largest P are kept until they sum to 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
+from typing import Any, ClassVar
 
 import torch
 
 from ..geometry import Geometry
 from ..plan import BlockPlan, HeadPlans
-from .layout import BLOCK, around_text, video_share, video_start
+from .layout import BLOCK, around_text, full, video_share, video_start
+from .method import Query
+from .options import COUNT, SHARE, SHARE_OR_0, take
 
 CHUNK_BYTES = 2**28  # of distances held at once
 
@@ -106,7 +110,7 @@ def size_weighted_density(kept: torch.Tensor, q_sizes: torch.Tensor, k_sizes: to
     return pairs / (q_sizes.sum(1) * k_sizes.sum(1))
 
 
-def plans_of(
+def cluster_plans(
     geometry: Geometry,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -162,3 +166,74 @@ def _head_plan(
     whole = torch.ones(queries.count, keys.count, dtype=torch.bool)
     whole[q_video, k_video] = kept[rows][:, columns]
     return BlockPlan.of_mask(whole, queries, keys)
+
+
+# ---- the config -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SparseVideoGen2:
+    """Sparse VideoGen 2: clusters of queries see the clusters of keys that matter to them.
+
+    Attributes:
+        density: a cap for every row; None: `top_p` alone decides.
+        top_p: attention mass (by centroids) that a row keeps.
+        q_clusters, k_clusters: None: one for 252 queries and one for 76 keys, as in the paper at 720p.
+        min_kc_ratio: at least this share of the key clusters, unless density is less.
+        first_iterations, iterations: of k-means at the first call of a run, and at later ones (warm).
+        block: tokens of a text block.
+    """
+
+    density: float | None = None
+    top_p: float = 0.9
+    q_clusters: int | None = None
+    k_clusters: int | None = None
+    min_kc_ratio: float = 0.1
+    first_iterations: int = 50
+    iterations: int = 2
+    block: int = BLOCK
+
+    name: ClassVar[str] = "svg2"
+    static: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        take(self, SHARE.or_none(), "density", "top_p")
+        take(self, SHARE_OR_0, "min_kc_ratio")
+        take(self, COUNT.or_none(), "q_clusters", "k_clusters")
+        take(self, COUNT, "first_iterations", "iterations", "block")
+
+    def _clusters(self, geometry: Geometry) -> tuple[int, int]:
+        queries = self.q_clusters or ceil(geometry.video / 252)
+        keys = self.k_clusters or ceil(geometry.video / 76)
+        return min(queries, geometry.video), min(keys, geometry.video)
+
+    def plan(self, query: Query) -> HeadPlans:
+        """A plan for every head of the batch; `state["centroids"]` is the warm start of the next call."""
+        geometry = query.geometry
+        if self.density == 1.0:
+            return full(geometry.tokens, self.block)
+        q, k = query.tensors(self.name)
+        clusters = self._clusters(geometry)
+        warm = query.state.get("centroids")
+        shape = (q.shape[0] * q.shape[1], clusters[0], q.shape[3])
+        if warm is not None and (warm.queries.shape != shape or warm.keys.shape[1] != clusters[1]):
+            warm = None  # another batch or size
+        plans, query.state["centroids"] = cluster_plans(
+            geometry,
+            q,
+            k,
+            clusters=clusters,
+            top_p=self.top_p,
+            min_kc_ratio=self.min_kc_ratio,
+            density=self.density,
+            iterations=self.iterations if warm is not None else self.first_iterations,
+            warm=warm,
+            scale=query.scale,
+            seed=query.layer,
+            block=self.block,
+        )
+        return plans
+
+    def describe(self, geometry: Geometry) -> dict[str, Any]:
+        """{clusters, top_p, cap}: the density depends on q and k."""
+        return {"clusters": self._clusters(geometry), "top_p": self.top_p, "cap": self.density}

@@ -6,22 +6,23 @@ Attention", 2025). Its coarse branch hangs on a trained gate, and without one do
 
 from __future__ import annotations
 
-from math import ceil
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any, ClassVar
 
 import torch
 
 from ..geometry import Geometry
 from ..plan import BlockPlan, Blocks, HeadPlans
-from .layout import BLOCK, framed, video_share
-from .sta import Three, tiles
+from .layout import BLOCK, Three, framed, full, video_share
+from .method import Query
+from .options import COUNT, SHARE, THREE, either, take
+from .sta import choose_tile, grid_of, tiles
 
 
 def pooled(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """[B, H, blocks, D] float32: mean of the tokens of every block, by true lengths. x: [B, H, N, D]."""
-    lengths = blocks.starts.diff().long()
-    home = torch.repeat_interleave(torch.arange(blocks.count), lengths)
-    if blocks.order is not None:
-        home = torch.empty_like(home).index_put_((blocks.order.cpu(),), home)
+    lengths, home = blocks.starts.diff().long(), blocks.block_of_token()
     sums = x.new_zeros(*x.shape[:2], blocks.count, x.shape[-1], dtype=torch.float32)
     sums.index_add_(2, home.to(x.device), x.float())
     return sums / lengths.to(x.device)[:, None]
@@ -38,7 +39,7 @@ def top_blocks(q: torch.Tensor, k: torch.Tensor, count: int) -> torch.Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(count, -1).indices, True)
 
 
-def plans_of(
+def top_block_plans(
     geometry: Geometry,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -61,3 +62,51 @@ def plans_of(
     kept = top_blocks(means[0], means[1], min(count, number)).flatten(0, 1).cpu()
     plans = tuple(BlockPlan.of_mask(framed(each, blocks.count, video), blocks, blocks) for each in kept)
     return HeadPlans(plans, torch.arange(len(plans)).view(q.shape[:2]))
+
+
+# ---- the config -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TopBlocks:
+    """Top-k tiles by pooled scores, per head and call.
+
+    Attributes:
+        density: finds k. With neither: 0.25.
+        count: key blocks a query block sees, instead of density.
+        tile: tokens (frames, rows, columns); None: chosen for the grid, at most `block` tokens.
+        block: tokens.
+    """
+
+    density: float | None = None
+    count: int | None = None
+    tile: Three | None = None
+    block: int = BLOCK
+
+    name: ClassVar[str] = "topk"
+    static: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        take(self, SHARE.or_none(), "density")
+        take(self, COUNT.or_none(), "count")
+        take(self, THREE.or_none(), "tile")
+        either(self.density, "count", self.count)
+        take(self, COUNT, "block")
+
+    def plan(self, query: Query) -> HeadPlans:
+        """A plan for every head of the batch."""
+        if self.density == 1.0:
+            return full(query.geometry.tokens, self.block)
+        q, k = query.tensors(self.name)
+        density = 0.25 if self.density is None and self.count is None else self.density
+        return top_block_plans(
+            query.geometry, q, k, density=density, count=self.count, block=self.block, tile=self.tile
+        )
+
+    def describe(self, geometry: Geometry) -> dict[str, Any]:
+        """{tile, grid, count}."""
+        tile = self.tile or choose_tile(geometry, self.block)
+        grid = grid_of(geometry, tile)
+        density = 0.25 if self.density is None else self.density
+        count = self.count or count_for(geometry, density, prod(grid))
+        return {"tile": tile, "grid": grid, "count": count}
