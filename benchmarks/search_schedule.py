@@ -6,7 +6,7 @@
     python benchmarks/search_schedule.py --computed 14 --orders 3 --coordinates sigma step
 
 A skipped step takes Newton's forecast of the denoiser's output from the last computed ones
-(`diffaccel.caching.predictors.Forecast`). The search runs on TRAINING prompts of a testbed; only the held-out
+(`diffaccel.extrapolation.forecast.Forecast`). The search runs on TRAINING prompts of a testbed; only the held-out
 figures are measured on others. Three stages:
 
 1. Plain trajectories give the velocities v_t (with guidance applied). To first order, a schedule's error in the
@@ -44,7 +44,7 @@ import torch
 from cache_runs import World, psnr_each, world, yardstick
 
 from diffaccel import testbed
-from diffaccel.caching.predictors import Forecast, Sample
+from diffaccel.extrapolation.forecast import Forecast, Sample
 
 Mask = tuple[bool, ...]
 FEEDBACK = 0.2  # share of a forecast's error that a correction leaves: the denoiser saw latents that were off

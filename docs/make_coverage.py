@@ -62,11 +62,11 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _calibrated() -> str:
-    from diffaccel.caching.tables import load
+    from diffaccel.caching.tables import load_table
 
     rows = []
     for name, place in (("teacache", "coefficients"), ("magcache", "ratios")):
-        models = load(name)["models"]
+        models = load_table(name)["models"]
         usable = sorted(key for key, row in models.items() if row.get("calibrated", True))
         rows.append([name, place, ", ".join(usable)])
     return _table(["method", "numbers", "calibrated for"], rows)

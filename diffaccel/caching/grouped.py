@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .guards import Tally
+from ..extrapolation.forecast import Sample
+from .guards import ReuseCounts
 from .policy import ALL, Memory, Policy, forecast_error
-from .predictors import Sample
 from .step import Step
 
 Rows = tuple[int, ...]
@@ -28,11 +28,11 @@ def groups_of(rows: int, doubled: bool) -> tuple[Rows, ...]:
     return tuple((i, i + half) for i in range(half)) if doubled and rows % 2 == 0 else tuple((i,) for i in range(rows))
 
 
-def take(seen: Any, rows: Rows) -> Any:
+def select_rows(seen: Any, rows: Rows) -> Any:
     """What one sample shows the gate: its rows of a tensor, or of each tensor of a tuple."""
     if isinstance(seen, torch.Tensor):
         return seen[list(rows)]
-    return tuple([take(item, rows) for item in seen]) if isinstance(seen, tuple) else seen
+    return tuple([select_rows(item, rows) for item in seen]) if isinstance(seen, tuple) else seen
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class GroupedPolicy:
     def _joint(self, parts: list[Memory], index: int) -> Memory:
         values = [part.value for part in parts if part.value is not None]
         kept = min(len(part.history) for part in parts)
-        consecutive = min(part.tally.consecutive for part in parts)
-        return Memory(tuple(parts), Tally(consecutive), (_KEPT,) * kept, max(values, default=None), index)
+        consecutive = min(part.counts.consecutive for part in parts)
+        return Memory(tuple(parts), ReuseCounts(consecutive), (_KEPT,) * kept, max(values, default=None), index)
 
     def _each(
         self, memory: Memory, step: Step, ask: Callable[[Memory, Rows], tuple[bool, Memory]]
@@ -78,7 +78,7 @@ class GroupedPolicy:
 
     def decide(self, memory: Memory, seen: Any, step: Step) -> tuple[bool, Memory]:
         """Do all samples ask to reuse this step? Waits for the device once per sample that compares."""
-        return self._each(memory, step, lambda part, rows: self.policy.decide(part, take(seen, rows), step))
+        return self._each(memory, step, lambda part, rows: self.policy.decide(part, select_rows(seen, rows), step))
 
     def follow(self, memory: Memory, hits: tuple[bool, ...], step: Step) -> tuple[bool, Memory]:
         """Do what another branch's `verdicts` say about this step, sample by sample."""
@@ -88,12 +88,12 @@ class GroupedPolicy:
 
     def verdicts(self, memory: Memory) -> tuple[bool, ...]:
         """Of every sample, whether it asked to reuse the step that was decided last."""
-        return tuple([part.tally.consecutive > 0 for part in memory.gate])
+        return tuple([part.counts.consecutive > 0 for part in memory.gate])
 
     def forecast(self, memory: Memory, step: Step, seen: Any = None, part: slice = ALL) -> tuple[torch.Tensor, ...]:
         """What the skipped part would have said to every sample, per stream."""
         said = [
-            self.policy.forecast(one, step, take(seen, rows), part)
+            self.policy.forecast(one, step, select_rows(seen, rows), part)
             for one, rows in zip(memory.gate, self.groups, strict=True)
         ]
         return tuple([self._gather(list(column)) for column in zip(*said, strict=True)])
@@ -107,7 +107,7 @@ class GroupedPolicy:
     def answers(self, memory: Memory, step: Step, seen: Any) -> list[tuple[list[int], tuple[torch.Tensor, ...]]]:
         """(rows, forecasts per stream) of every sample that asked to reuse a step that is computed for the others."""
         return [
-            (list(rows), self.policy.forecast(part, step, take(seen, rows)))
+            (list(rows), self.policy.forecast(part, step, select_rows(seen, rows)))
             for part, rows, hit in zip(memory.gate, self.groups, self.verdicts(memory), strict=True)
             if hit
         ]
@@ -117,7 +117,9 @@ class GroupedPolicy:
         rows = values[0].shape[0]
         errors = torch.full((rows,), float("nan"), device=values[0].device)
         for part, mine in zip(memory.gate, self.groups, strict=True):
-            own = forecast_error(self.policy, part, step, tuple([take(v, mine) for v in values]), take(seen, mine))
+            own = forecast_error(
+                self.policy, part, step, tuple([select_rows(v, mine) for v in values]), select_rows(seen, mine)
+            )
             if own is not None:
                 errors[list(mine)] = own.to(errors.dtype)
         return errors
@@ -133,15 +135,16 @@ class GroupedPolicy:
         """Remember a computed step, for the samples that were due."""
 
         def keep(part: Memory, rows: Rows) -> Memory:
-            mine = tuple([take(value, rows) for value in values])
-            return self.policy.store(part, step, mine, take(seen, rows), take(output, rows))
+            mine = tuple([select_rows(value, rows) for value in values])
+            return self.policy.store(part, step, mine, select_rows(seen, rows), select_rows(output, rows))
 
         return self._due(memory, keep)
 
     def record(self, memory: Memory, step: Step, seen: Any, output: torch.Tensor) -> Memory:
         """Show the gate what a computed step gave, for the samples that were due."""
         return self._due(
-            memory, lambda part, rows: self.policy.record(part, step, take(seen, rows), take(output, rows))
+            memory,
+            lambda part, rows: self.policy.record(part, step, select_rows(seen, rows), select_rows(output, rows)),
         )
 
     def _due(self, memory: Memory, change: Callable[[Memory, Rows], Memory]) -> Memory:

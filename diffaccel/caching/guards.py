@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from ..core.options import GOT, LIMIT, NUMBER, plain, take, whole
 from ..errors import InvalidOptionError, unknown
-from .schedule import parse_schedule
+from ..extrapolation.schedule import parse_schedule
 from .step import Ruling, Step
 
 POLICIES = ("dynamic", "static")
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class ReuseCounts:
     """What one branch has done so far in this loop."""
 
     consecutive: int = 0  # reused steps just before this one
@@ -92,9 +92,9 @@ class Guards:
 
 
 def _flags(mask: str | Sequence[int], total: int) -> tuple[bool, ...]:
-    from .tables import load, steps_mask
+    from .tables import load_table, steps_mask
 
-    if isinstance(mask, str) and mask in load("steps_masks")["masks"]["28"]:
+    if isinstance(mask, str) and mask in load_table("steps_masks")["masks"]["28"]:
         return steps_mask(mask, total)
     if isinstance(mask, tuple) and all(isinstance(flag, bool) for flag in mask):
         if len(mask) != total:
@@ -103,7 +103,7 @@ def _flags(mask: str | Sequence[int], total: int) -> tuple[bool, ...]:
     return parse_schedule(mask, total)
 
 
-def rule(guards: Guards, tally: Tally, step: Step) -> Ruling:
+def rule(guards: Guards, counts: ReuseCounts, step: Step) -> Ruling:
     """What the guards say about this step. Reads host data only."""
     index, total = step.index, step.total
     if index < guards.warmup_steps and index % guards.warmup_interval == 0:
@@ -117,11 +117,11 @@ def rule(guards: Guards, tally: Tally, step: Step) -> Ruling:
             return Ruling.COMPUTE
         if guards.policy == "static":
             return Ruling.REUSE
-    if guards.max_total is not None and tally.reused >= guards.max_total:
+    if guards.max_total is not None and counts.reused >= guards.max_total:
         return Ruling.COMPUTE
-    if guards.max_consecutive is not None and tally.consecutive >= guards.max_consecutive:
+    if guards.max_consecutive is not None and counts.consecutive >= guards.max_consecutive:
         return Ruling.COMPUTE
-    if guards.max_accumulated is not None and tally.error >= guards.max_accumulated:
+    if guards.max_accumulated is not None and counts.error >= guards.max_accumulated:
         return Ruling.COMPUTE
     return Ruling.FREE
 

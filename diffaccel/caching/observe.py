@@ -13,7 +13,7 @@ from ..models.spec import ModelSpec
 from .gates.base import GRID, INPUT, MODULATED, TIME, Gate
 
 
-def blind(spec: ModelSpec, gate: Gate[Any]) -> str | None:
+def cannot_observe(spec: ModelSpec, gate: Gate[Any]) -> str | None:
     """Why this gate cannot see what it looks at on this family, or None."""
     lacks = {
         TIME: (spec.time_embedding, "where its time embedding is made"),
@@ -26,7 +26,7 @@ def blind(spec: ModelSpec, gate: Gate[Any]) -> str | None:
     return None
 
 
-class Sights:
+class Observer:
     """What one gate sees in one loop of one branch."""
 
     def __init__(self, spec: ModelSpec, module: torch.nn.Module, gate: Gate[Any]) -> None:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..extrapolation.forecast import REUSE, Sample, new_sample
 from .gates.base import NOTHING, TIME, Gate
-from .guards import Guards, Tally, rule
-from .predictors import REUSE, Sample, new_sample
+from .guards import Guards, ReuseCounts, rule
 from .step import Ruling, Step, coordinate
 
 
@@ -40,7 +40,7 @@ class Predictor(Protocol):
         """The streams at coordinate `at`; `history` is not empty, newest last."""
 
 
-NOTHING_DONE = Tally()
+NOTHING_REUSED = ReuseCounts()
 ALL = slice(None)
 MAIN = slice(0, 1)
 
@@ -49,14 +49,14 @@ class Memory(NamedTuple):
     """What one branch of one denoiser remembers within a loop."""
 
     gate: Any
-    tally: Tally = NOTHING_DONE
+    counts: ReuseCounts = NOTHING_REUSED
     history: tuple[Sample, ...] = ()  # computed steps, newest last
     value: float | None = None  # what the gate compared at the last step, None where it did not
     last: int = -1  # the last step that was decided
 
 
-# Memory((gate, tally, history, value, last)) without a Python call, for what runs at every step.
-new_memory: Callable[[tuple[Any, Tally, tuple[Sample, ...], float | None, int]], Memory] = partial(
+# Memory((gate, counts, history, value, last)) without a Python call, for what runs at every step.
+new_memory: Callable[[tuple[Any, ReuseCounts, tuple[Sample, ...], float | None, int]], Memory] = partial(
     tuple.__new__, Memory
 )
 
@@ -102,21 +102,21 @@ class Policy:
         that comes and goes): sums and baselines would not reach across the gap.
         """
         ready = memory.history and step.index == memory.last + 1
-        ruling = rule(self.guards, memory.tally, step) if ready else Ruling.COMPUTE
+        ruling = rule(self.guards, memory.counts, step) if ready else Ruling.COMPUTE
         hit, state = self.gate.decide(memory.gate, seen, step, ruling)
         value = state.value
-        old = memory.tally
+        old = memory.counts
         if hit or old.consecutive or (value is not None and self.guards.max_accumulated is not None):
             error = old.error if value is None else old.error + value
-            old = Tally(old.consecutive + 1, old.reused + 1, error) if hit else Tally(0, old.reused, error)
+            old = ReuseCounts(old.consecutive + 1, old.reused + 1, error) if hit else ReuseCounts(0, old.reused, error)
         return hit, new_memory((state, old, memory.history, value, step.index))
 
     def follow(self, memory: Memory, hit: bool, step: Step) -> tuple[bool, Memory]:
         """Do what another branch decided for this step, where anything is stored that a reuse could use."""
         hit = hit and bool(memory.history) and step.index == memory.last + 1
-        old = memory.tally
-        tally = Tally(old.consecutive + 1, old.reused + 1, old.error) if hit else Tally(0, old.reused, old.error)
-        return hit, new_memory((memory.gate, tally, memory.history, None, step.index))
+        old = memory.counts
+        counts = ReuseCounts(old.consecutive + 1 if hit else 0, old.reused + hit, old.error)
+        return hit, new_memory((memory.gate, counts, memory.history, None, step.index))
 
     def forecast(self, memory: Memory, step: Step, seen: Any = None, part: slice = ALL) -> tuple[torch.Tensor, ...]:
         """What the skipped part would have added, per stream; `seen` as given to `decide`, `part` of the streams."""
@@ -139,7 +139,7 @@ class Policy:
         kind = self.predictor.coordinate
         sample = new_sample((float(step.index) if kind == "step" else coordinate(step, kind), values, probe))
         history = (*memory.history, sample)[-self.predictor.depth :]
-        stored = new_memory((memory.gate, memory.tally, history, memory.value, memory.last))
+        stored = new_memory((memory.gate, memory.counts, history, memory.value, memory.last))
         if output is not None:
             return self.record(stored, step, seen, output)
         return stored if self.guards.max_bytes is None else self._within(stored, self.guards.max_bytes)

@@ -7,8 +7,7 @@ from enum import Enum
 from typing import Any
 
 from ..errors import InvalidOptionError, unknown
-
-COORDINATES = ("sigma", "step", "timestep")
+from ..extrapolation.forecast import COORDINATES
 
 
 class Ruling(Enum):

@@ -10,24 +10,24 @@ from importlib import resources
 from typing import Any
 
 from ..errors import InvalidOptionError, UnsupportedModelError, nearest, unknown
+from ..extrapolation.schedule import Mask, parse_schedule
 from .gates.magcache import MagnitudeGate
 from .gates.teacache import PolynomialGate, TimePolynomialGate
-from .schedule import Mask, parse_schedule
 
 HOW_TEACACHE = (
     "To calibrate: run 50 or more prompts with every step computed, collect for each pair of neighbouring steps the "
     "relative L1 of the gate tensor and of the stack's output, and pass both lists to "
-    "diffaccel.caching.polynomial.fit_polynomial; then give its numbers as coefficients=(...)"
+    "diffaccel.caching.gates.teacache.fit_polynomial; then give its numbers as coefficients=(...)"
 )
 HOW_MAGCACHE = (
     "To calibrate: run one prompt with every step computed, keep the stack's residual of each step, and pass them to "
-    "diffaccel.caching.magnitude.calibrate_ratios; then give its numbers as ratios=(...)"
+    "diffaccel.caching.gates.magcache.calibrate_ratios; then give its numbers as ratios=(...)"
 )
 
 
 @functools.cache
-def load(name: str) -> Mapping[str, Any]:
-    """One table: "magcache", "presets", "steps_masks" or "teacache"."""
+def load_table(name: str) -> Mapping[str, Any]:
+    """One table: "magcache", "steps_masks" or "teacache"."""
     return json.loads(resources.files(__package__).joinpath("tables", f"{name}.json").read_text("utf-8"))
 
 
@@ -36,20 +36,20 @@ def _plain(model: str) -> str:
     return model.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix("-diffusers")
 
 
-def find(table: str, model: str) -> str | None:
+def find_set(table: str, model: str) -> str | None:
     """The table's own name for a model or a set of numbers, or None."""
-    data = load(table)
+    data = load_table(table)
     names = {_plain(name): name for name in data["models"]}
     names |= {_plain(alias): name for alias, name in data["aliases"].items()}
     return model if model in data["models"] else names.get(_plain(model))
 
 
-def entry(table: str, model: str) -> tuple[str, Mapping[str, Any]]:
+def named_set(table: str, model: str) -> tuple[str, Mapping[str, Any]]:
     """(name, numbers) of a set that the user names; the nearest name where there is none."""
-    name = find(table, model)
+    name = find_set(table, model)
     if name is None:
-        raise unknown(f"{table} set", model, load(table)["models"])
-    return name, load(table)["models"][name]
+        raise unknown(f"{table} set", model, load_table(table)["models"])
+    return name, load_table(table)["models"][name]
 
 
 def _floats(name: str, values: Any) -> tuple[float, ...]:
@@ -96,16 +96,16 @@ def polynomial_set(coefficients: str | Sequence[float] = "auto", model: str | No
         PolynomialGate(0.0, coefficients=numbers)  # refuses what is not a polynomial
         return PolynomialSet(numbers)
     if coefficients != "auto":
-        return _polynomial(*entry("teacache", coefficients))
-    name = find("teacache", model) if model else None
+        return _polynomial(*named_set("teacache", coefficients))
+    name = find_set("teacache", model) if model else None
     if name is None:
-        absent = {_plain(key): f" ({why})" for key, why in load("teacache")["absent"].items()}
-        known = [key for key, row in load("teacache")["models"].items() if row["calibrated"]]
+        absent = {_plain(key): f" ({why})" for key, why in load_table("teacache")["absent"].items()}
+        known = [key for key, row in load_table("teacache")["models"].items() if row["calibrated"]]
         raise UnsupportedModelError(
             f"TeaCache has no calibrated coefficients for {model or 'a model without a name'}"
             f"{absent.get(_plain(model or ''), '')}: {nearest(model or '', known)}. {HOW_TEACACHE}"
         )
-    row = load("teacache")["models"][name]
+    row = load_table("teacache")["models"][name]
     if not row["calibrated"]:
         raise UnsupportedModelError(
             f"TeaCache has no calibrated coefficients for {model}: the published set {name!r} is {row['why_not']}. "
@@ -143,15 +143,15 @@ def magnitude_gate(ratios: str | Sequence[float] = "auto", model: str | None = N
             raise InvalidOptionError("ratios of your own need a threshold (published ones use 0.02 to 0.24)")
         return MagnitudeGate(ratios=given, **options)
     if ratios == "auto":
-        name = find("magcache", model) if model else None
+        name = find_set("magcache", model) if model else None
         if name is None:
             raise UnsupportedModelError(
                 f"MagCache has no ratios for {model or 'a model without a name'}: "
-                f"{nearest(model or '', load('magcache')['models'])}. {HOW_MAGCACHE}"
+                f"{nearest(model or '', load_table('magcache')['models'])}. {HOW_MAGCACHE}"
             )
-        row = load("magcache")["models"][name]
+        row = load_table("magcache")["models"][name]
     else:
-        name, row = entry("magcache", ratios)
+        name, row = named_set("magcache", ratios)
     fields = {
         "threshold": row["threshold"],
         "ratios": tuple(row["ratios"]),
@@ -173,7 +173,7 @@ def steps_mask(preset: str, total: int) -> Mask:
 
     Source: cache-dit 1.5.3, as generated there, for the listed numbers of steps only.
     """
-    masks = load("steps_masks")["masks"]
+    masks = load_table("steps_masks")["masks"]
     if str(total) not in masks:
         raise InvalidOptionError(
             f"no published steps mask for {total} steps (there are some for {', '.join(masks)}): give a mask yourself"

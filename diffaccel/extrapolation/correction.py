@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..caching.predictors import Forecast, Sample
+from .forecast import Forecast, Sample
 
 
 def correction_weights(

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ..caching.predictors import Forecast, Sample
+from ..extrapolation.forecast import Forecast, Sample
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-class Act(Enum):
+class BranchAction(Enum):
     """What a step does about the unconditional branch."""
 
     BOTH = "both"  # run it, and remember the difference
@@ -30,7 +30,7 @@ class Act(Enum):
 
 
 @dataclass(frozen=True)
-class Steps:
+class GuidanceSteps:
     """The steps of one loop. `sigmas` are their noise levels, empty where no bound asks for them.
 
     The other attributes are those of `reuse.GuidanceReuse`, with the schedule as one flag per step.
@@ -55,20 +55,20 @@ class Steps:
             return False
         return self.sigma_high is None or self.sigmas[step] <= self.sigma_high
 
-    def act(self, step: int, last: int | None) -> Act:
+    def act(self, step: int, last: int | None) -> BranchAction:
         """What to do at `step`, where the difference was last computed at step `last` (None: not yet)."""
         if not self.guided(step):
-            return Act.OFF
+            return BranchAction.OFF
         if last is None or step < self.first_steps:
-            return Act.BOTH
+            return BranchAction.BOTH
         if self.total is not None and step >= self.total - self.last_steps:
-            return Act.BOTH
+            return BranchAction.BOTH
         due = self.mask[step] if self.mask is not None else step - last >= self.interval
-        return Act.BOTH if due else Act.REUSE
+        return BranchAction.BOTH if due else BranchAction.REUSE
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class DifferenceMemory:
     """What one denoiser remembers within a loop. Never written into: a run may be paused and copied.
 
     Attributes:
@@ -76,25 +76,25 @@ class Memory:
         like: what the denoiser was given (shapes, dtypes, device); of something else nothing is known.
         history: differences of computed steps, newest last.
         last: the step of the newest.
-        done: how often each `Act` was taken, over all loops of the run.
+        done: how often each `BranchAction` was taken, over all loops of the run.
     """
 
     loop: int
     like: Any
     history: tuple[Sample, ...] = ()
     last: int | None = None
-    done: dict[Act, int] = field(default_factory=dict)
+    done: dict[BranchAction, int] = field(default_factory=dict)
 
-    def count(self, act: Act) -> Memory:
+    def count(self, act: BranchAction) -> DifferenceMemory:
         """One more step that did `act`."""
         return replace(self, done=self.done | {act: self.done.get(act, 0) + 1})
 
-    def remember(self, step: int, at: float, difference: Tensors, depth: int) -> Memory:
+    def remember(self, step: int, at: float, difference: Tensors, depth: int) -> DifferenceMemory:
         """The difference of a computed step, at coordinate `at`; the newest `depth` are kept."""
         history = (*self.history, Sample(at, difference))[-depth:]
-        return replace(self, history=history, last=step).count(Act.BOTH)
+        return replace(self, history=history, last=step).count(BranchAction.BOTH)
 
-    def forget(self) -> Memory:
+    def forget(self) -> DifferenceMemory:
         """Without differences."""
         return replace(self, history=(), last=None)
 
@@ -108,8 +108,10 @@ def difference(cond: Sequence[torch.Tensor], uncond: Sequence[torch.Tensor]) -> 
     return tuple([c - u for c, u in zip(cond, uncond, strict=True)])
 
 
-def unconditional(cond: Sequence[torch.Tensor], memory: Memory, act: Act, forecast: Forecast, at: float) -> Tensors:
+def unconditional(
+    cond: Sequence[torch.Tensor], memory: DifferenceMemory, act: BranchAction, forecast: Forecast, at: float
+) -> Tensors:
     """What stands for the unconditional output at coordinate `at`: c - d', or c (a copy) without guidance."""
-    if act is Act.OFF:
+    if act is BranchAction.OFF:
         return tuple([c.clone() for c in cond])
     return tuple([c - d for c, d in zip(cond, forecast.predict(memory.history, at), strict=True)])

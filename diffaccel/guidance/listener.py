@@ -12,7 +12,7 @@ from ..core.chain import RootHook
 from ..core.compat import leaves, unwrap_module
 from ..core.run import Call, Run
 from ..models.spec import ModelSpec
-from .difference import Act, Memory, Steps, difference, unconditional
+from .difference import BranchAction, DifferenceMemory, GuidanceSteps, difference, unconditional
 from .halves import Unclear, half_of_inputs, half_of_output, join, likeness, repeats, rows
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class GuidanceListener:
         self.lever, self.root, self.module, self.spec = lever, root, module, spec
         self.names = list(inspect.signature(type(unwrap_module(module)).forward).parameters)[1:]
         self.asked: tuple[Run, int] | None = None  # the loop that `steps` is about
-        self.steps: Steps | None = None  # None: the lever sits out
+        self.steps: GuidanceSteps | None = None  # None: the lever sits out
         self.cond: tuple[Any, Any] | None = None  # place (run, loop, step, likeness) and output of a conditional call
         root.listeners.append(self)
 
@@ -82,20 +82,20 @@ class GuidanceListener:
 
     # ---- memory ----------------------------------------------------------------------------------------
 
-    def _memory(self, call: Call, like: Any) -> Memory:
+    def _memory(self, call: Call, like: Any) -> DifferenceMemory:
         """What is known of this denoiser; nothing at the start of a loop, or where it is given something else."""
-        found: Memory | None = call.run.state[self.lever.name].get(call.component)
+        found: DifferenceMemory | None = call.run.state[self.lever.name].get(call.component)
         if found is not None and found.loop == call.loop and found.like == like:
             return found
-        return Memory(call.loop, like, done={} if found is None else found.done)
+        return DifferenceMemory(call.loop, like, done={} if found is None else found.done)
 
-    def _put(self, call: Call, memory: Memory) -> None:
+    def _put(self, call: Call, memory: DifferenceMemory) -> None:
         run = call.run
         states = run.state[self.lever.name]
         states[call.component] = memory
         run.hold(self.lever.name, sum(state.bytes() for state in states.values()))
 
-    def _learn(self, call: Call, memory: Memory, cond: Any, uncond: Any) -> None:
+    def _learn(self, call: Call, memory: DifferenceMemory, cond: Any, uncond: Any) -> None:
         """Both branches were run: remember their difference."""
         ours, theirs = leaves(cond)[0], leaves(uncond)[0]
         if [likeness(t) for t in ours] != [likeness(t) for t in theirs]:
@@ -106,7 +106,7 @@ class GuidanceListener:
         depth = self.lever.forecast().depth
         self._put(call, memory.remember(call.step, at, difference(ours, theirs), depth))
 
-    def _instead(self, call: Call, memory: Memory, act: Act, cond: Any) -> Any:
+    def _instead(self, call: Call, memory: DifferenceMemory, act: BranchAction, cond: Any) -> Any:
         """What stands for the unconditional output."""
         tensors, rebuild = leaves(cond)
         at = self.lever.coordinate_of(call.run, call.step)
@@ -120,7 +120,7 @@ class GuidanceListener:
     def _keep(self, call: Call, like: Any, output: Any) -> None:
         self.cond = (call.run, call.loop, call.step, like), output
 
-    def _one_of_two_calls(self, call: Call, steps: Steps, like: Any) -> None:
+    def _one_of_two_calls(self, call: Call, steps: GuidanceSteps, like: Any) -> None:
         (place, cond), self.cond = self.cond or (None, None), None
         if place is None or place[:3] != (call.run, call.loop, call.step):
             self._note(call, "the unconditional call comes before the conditional one, so nothing can stand for it")
@@ -130,7 +130,7 @@ class GuidanceListener:
             return
         memory = self._memory(call, like)
         act = steps.act(call.step, memory.last)
-        if act is Act.BOTH:
+        if act is BranchAction.BOTH:
             self._watch(call, lambda output: self._learn(call, memory, cond, output))
         else:
             call.answer, call.computed, call.by = self._instead(call, memory, act, cond), False, self.lever.name
@@ -138,13 +138,15 @@ class GuidanceListener:
 
     # ---- both in one batch -----------------------------------------------------------------------------
 
-    def _one_batch(self, call: Call, steps: Steps, main: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _one_batch(
+        self, call: Call, steps: GuidanceSteps, main: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         memory = self._memory(call, likeness(main))
         act = steps.act(call.step, memory.last)
         count, second = rows(main), not self.spec.conditional_first
         if not self._doubled(call, main, act):
             return
-        if act is Act.BOTH:
+        if act is BranchAction.BOTH:
             call.half = CONDITIONAL[0], slice(count // 2, count) if second else slice(0, count // 2)
             self._watch(call, lambda output: self._learn_halves(call, memory, output, count))
             return
@@ -164,7 +166,7 @@ class GuidanceListener:
 
         call.finish, call.branch = finish, CONDITIONAL[0]
 
-    def _doubled(self, call: Call, main: Any, act: Act) -> bool:
+    def _doubled(self, call: Call, main: Any, act: BranchAction) -> bool:
         """Are there really two halves? Some pipelines give the call that name also without guidance.
 
         What the scheduler returned at the step before tells how many samples there are (no device is waited for).
@@ -179,9 +181,9 @@ class GuidanceListener:
             if not doubled and call.step == 1:  # what the first step learned was of something else
                 run.state[self.lever.name].pop(call.component, None)
             return doubled
-        return act is Act.BOTH or repeats(main)
+        return act is BranchAction.BOTH or repeats(main)
 
-    def _learn_halves(self, call: Call, memory: Memory, output: Any, count: int) -> None:
+    def _learn_halves(self, call: Call, memory: DifferenceMemory, output: Any, count: int) -> None:
         try:
             first, last = (half_of_output(output, count, second) for second in (False, True))
         except Unclear as reason:
@@ -191,9 +193,9 @@ class GuidanceListener:
         self._learn(call, memory, cond, uncond)
 
 
-def sum_done(states: dict[str, Memory]) -> dict[Act, int]:
+def sum_done(states: dict[str, DifferenceMemory]) -> dict[BranchAction, int]:
     """How often each act was taken, over all denoisers."""
-    total: dict[Act, int] = {}
+    total: dict[BranchAction, int] = {}
     for memory in states.values():
         for act, count in memory.done.items():
             total[act] = total.get(act, 0) + count

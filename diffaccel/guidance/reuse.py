@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..caching.predictors import Forecast
-from ..caching.schedule import parse_schedule
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import native_cache
 from ..core.options import GOT, LIMIT, NUMBER, one_of, plain, take, whole
 from ..core.run import Run
 from ..errors import IncompatibleError, InvalidOptionError
+from ..extrapolation.forecast import Forecast
+from ..extrapolation.schedule import parse_schedule
 from ..models.registry import CARDS
 from ..models.spec import EMBEDDED
-from .difference import Act, Steps
+from .difference import BranchAction, GuidanceSteps
 from .listener import GuidanceListener, sum_done
 
 COORDINATES = ("step", "sigma")
@@ -42,7 +42,7 @@ class GuidanceReuse:
         first_steps, last_steps: so many steps at the start and at the end run both branches.
         min_steps: runs of fewer steps are computed in full, with guidance in every step.
         schedule: the steps that run both branches, in place of `interval`: "1101...", flags, or step indices
-            (see `caching.schedule.parse_schedule`).
+            (see `extrapolation.schedule.parse_schedule`).
         sigma_low, sigma_high: noise levels between which there is guidance (low < sigma <= high), in the scheduler's
             own measure.
         coordinate: along which differences are extrapolated, "step" or "sigma".
@@ -163,7 +163,7 @@ class GuidanceReuse:
         """Where a step lies on the axis of extrapolation."""
         return run.schedule()[1][step] if self.coordinate == "sigma" and self.order else float(step)
 
-    def steps(self, run: Run, module: Any) -> Steps | None:
+    def steps(self, run: Run, module: Any) -> GuidanceSteps | None:
         """The steps of the loop that begins; None, with a note, where the lever must sit out."""
         total, mask, reason = run.total, None, self._why_not(run, module)
         if reason is None and self.schedule is not None and total is not None:
@@ -175,7 +175,7 @@ class GuidanceReuse:
             run.note(f"{self.name} stood down: {reason}")
             return None
         bounds = self.sigma_low is not None or self.sigma_high is not None
-        return Steps(
+        return GuidanceSteps(
             total, self.interval, mask, self.first_steps, self.last_steps, self.start, self.end, self.sigma_low,
             self.sigma_high, run.schedule()[1] if bounds else (),
         )  # fmt: skip
@@ -227,7 +227,7 @@ class GuidanceReuse:
 
         def stats(run: Run) -> dict[str, Any]:
             done = sum_done(run.state.get(self.name, {}))
-            return {f"steps_{act.value}": done.get(act, 0) for act in Act}
+            return {f"steps_{act.value}": done.get(act, 0) for act in BranchAction}
 
         return Edit(
             self.name,

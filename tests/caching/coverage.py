@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from diffaccel.caching.gates.base import ProbeGate
-from diffaccel.caching.scopes.config import Stack
+from diffaccel.caching.scopes.stack import Stack
 from tests.models.families.table import FAMILIES
 
 COVERED: dict[str, Any] = {"cache_min_steps": 0, "cache_last_steps": 0}

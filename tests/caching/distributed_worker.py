@@ -14,15 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from diffaccel.caching.engine import Recipe
+from diffaccel.caching.engine import CacheRecipe, Scope
 from diffaccel.caching.gates.adacache import RatesGate
 from diffaccel.caching.gates.base import Gate, ProbeGate
-from diffaccel.caching.gates.easycache import ProbeSumGate, RateGate
+from diffaccel.caching.gates.dicache import ProbeSumGate
+from diffaccel.caching.gates.easycache import RateGate
 from diffaccel.caching.gates.seacache import SpectralGate
 from diffaccel.caching.gates.teacache import PolynomialGate
 from diffaccel.caching.guards import Guards
 from diffaccel.caching.policy import Policy
-from diffaccel.caching.scopes.config import Denoiser, Scope, Stack
+from diffaccel.caching.scopes.denoiser import Denoiser
+from diffaccel.caching.scopes.stack import Stack
 from tests.caching.scripted import Driven, Scripted, drive, halves
 
 STEPS = 10
@@ -52,7 +54,7 @@ def run(name: str, rank: int, group: Any) -> Driven:
     """One loop of one gate on this member's values."""
     gate, scope = RECIPES[name]
     values = series(rank)
-    recipe = Recipe(Policy(gate, guards=Guards(last_steps=1)), scope, process_group=group)
+    recipe = CacheRecipe(Policy(gate, guards=Guards(last_steps=1)), scope, process_group=group)
     if isinstance(scope, Denoiser):
         return drive(Scripted(answers=values * 1.5), values, recipe)
     model = Scripted([values, *halves(values)], modulated=values)

@@ -13,21 +13,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diffaccel.caching import schedule
-from diffaccel.caching.engine import Recipe
+from diffaccel.caching.engine import CacheRecipe
 from diffaccel.caching.gates.adacache import adacache_rate
 from diffaccel.caching.gates.base import ProbeGate
-from diffaccel.caching.gates.easycache import ProbeAligned, ProbeSumGate, RateGate, dicache_gamma
+from diffaccel.caching.gates.dicache import ProbeAligned, ProbeSumGate, dicache_gamma
+from diffaccel.caching.gates.easycache import RateGate
 from diffaccel.caching.gates.magcache import MagnitudeGate, magnitude_ratio, nearest_indices
+from diffaccel.caching.gates.schedule import ScheduleGate
 from diffaccel.caching.gates.seacache import SpectralGate, sea_filter, sea_gain
 from diffaccel.caching.gates.teacache import PolynomialGate
 from diffaccel.caching.guards import Guards
 from diffaccel.caching.policy import Memory, Policy
-from diffaccel.caching.predictors import REUSE, Forecast
-from diffaccel.caching.schedule import ScheduleGate, computed_steps
-from diffaccel.caching.scopes.config import Denoiser, Stack
+from diffaccel.caching.scopes.denoiser import Denoiser
+from diffaccel.caching.scopes.stack import Stack
 from diffaccel.caching.step import Step
-from diffaccel.caching.tables import load, steps_mask
+from diffaccel.caching.tables import load_table, steps_mask
+from diffaccel.extrapolation import schedule
+from diffaccel.extrapolation.forecast import REUSE, Forecast
+from diffaccel.extrapolation.schedule import computed_steps
 from tests.caching.scripted import Scripted, drive, halves
 from tests.golden import Mismatch, compare
 
@@ -78,7 +81,7 @@ def teacache(inputs: Data, params: Data) -> Data:
         params["threshold"], coefficients=tuple(params["coefficients"]), use_abs=params.get("use_abs", False)
     )
     guards = Guards(warmup_steps=params.get("first", 1), last_steps=params.get("last", 1))
-    recipe = Recipe(Policy(gate, guards=guards), Stack(0))
+    recipe = CacheRecipe(Policy(gate, guards=guards), Stack(0))
     done = drive(Scripted(halves(residual), modulated=mod), x, recipe)
     return {
         "hit": done.hits,
@@ -102,7 +105,7 @@ def dbcache(inputs: Data, params: Data) -> Data:
     calibrator = params.get("calibrator")
     predictor = Forecast(calibrator["taylor_order"], "ladder") if calibrator else REUSE
     behind = max(params.get("Bn") or 0, int(bool(back.any())))
-    recipe = Recipe(Policy(ProbeGate(params["threshold"]), predictor, guards), Stack(1, behind))
+    recipe = CacheRecipe(Policy(ProbeGate(params["threshold"]), predictor, guards), Stack(1, behind))
     done = drive(Scripted([front, *halves(middle), *[back / max(behind, 1)] * behind]), x, recipe)
     return {"hit": done.hits, "rel_l1": done.gates, "y": done.y.tolist()}
 
@@ -117,8 +120,8 @@ def _forecast(inputs: Data, predictor: Forecast) -> list[Any]:
     feature = feature[:, None]  # a batch of one
     mask = [t == 0 or t in inputs["full_steps"] for t in range(len(feature))]
     policy, x = Policy(ScheduleGate(mask), predictor), torch.zeros_like(feature)
-    done = drive(Scripted(answers=feature), x, Recipe(policy, Denoiser()))
-    as_residual = drive(Scripted(halves(feature)), x, Recipe(policy, Stack(0)))
+    done = drive(Scripted(answers=feature), x, CacheRecipe(policy, Denoiser()))
+    as_residual = drive(Scripted(halves(feature)), x, CacheRecipe(policy, Stack(0)))
     compare(done.y.tolist(), as_residual.y.tolist(), "residual")
     return done.y[:, 0].tolist()
 
@@ -142,7 +145,7 @@ def magcache(inputs: Data, params: Data) -> Data:
         strict=params.get("strict", False),
     )
     blank = torch.zeros(params["num_steps"], 1, 1, 1, dtype=torch.float64)
-    done = drive(Scripted(halves(blank)), blank, Recipe(Policy(gate), Stack(0)))
+    done = drive(Scripted(halves(blank)), blank, CacheRecipe(Policy(gate), Stack(0)))
     pure = loop(Policy(gate), blank)  # the engine keeps a static gate's hits and numbers, not its other sums
     traces = [m.gate.trace for m in pure.memories]
     compare(pure.hits, done.hits, "hits foreseen")
@@ -156,7 +159,7 @@ def magcache(inputs: Data, params: Data) -> Data:
 
 def interp(inputs: Data, params: Data) -> Data:
     count = inputs["src_len"]
-    flux = load("magcache")["models"]["FLUX.1-dev"]["ratios"]
+    flux = load_table("magcache")["models"]["FLUX.1-dev"]["ratios"]
     if count == len(flux):  # the places are the same that resampled ratios come from
         fitted = MagnitudeGate(0.1, tuple(flux)).fit(20).ratios
         compare([flux[i] for i in nearest_indices(count, 20)], list(fitted), "ratios")
@@ -193,7 +196,7 @@ def seacache(inputs: Data, params: Data) -> Data:
         last_steps=params.get("cache_end_steps", 0),
         max_consecutive=params.get("max_consecutive") or None,  # 0 is no cap, as in diffusers
     )
-    recipe = Recipe(Policy(gate, Forecast(params.get("residual_order", 0)), guards), Stack(0))
+    recipe = CacheRecipe(Policy(gate, Forecast(params.get("residual_order", 0)), guards), Stack(0))
     grids = latents.permute(0, 4, 1, 2, 3)[:, None]  # [step, B, C, F, H, W]
     done = drive(Scripted(halves(residual)), x, recipe, grids, inputs["sigma"])
     return {"hit": done.hits, "accumulated": done.gates, "y": done.y.tolist()}
@@ -209,7 +212,7 @@ def sea_filter_case(inputs: Data, params: Data) -> Data:
 def easycache(inputs: Data, params: Data) -> Data:
     x, v = _tensors(inputs, "x", "v")
     guards = Guards(warmup_steps=params.get("first", 0), last_steps=params.get("last", 0))
-    recipe = Recipe(Policy(RateGate(params["threshold"]), guards=guards), Denoiser(residual=True))
+    recipe = CacheRecipe(Policy(RateGate(params["threshold"]), guards=guards), Denoiser(residual=True))
     done = drive(Scripted(answers=v), x, recipe)
     return {
         "hit": done.hits,
@@ -225,7 +228,7 @@ def dicache(inputs: Data, params: Data) -> Data:
     before, last = _tensors(inputs, "res_prev2", "res_prev1")
     front, rest = torch.stack([older, newest, now]), torch.stack([before, last, torch.full_like(last, torch.nan)])
     policy = Policy(ProbeSumGate(1e9), ProbeAligned(), Guards(warmup_steps=2))
-    done = drive(Scripted([front, *halves(rest)]), torch.zeros_like(front), Recipe(policy, Stack(1)))
+    done = drive(Scripted([front, *halves(rest)]), torch.zeros_like(front), CacheRecipe(policy, Stack(1)))
     compare([False, False, True], done.hits, "hits")
     kept = [sample.probe for sample in done.memories[-1].history]
     return {"gamma": float(dicache_gamma(now, kept[1], kept[0])), "residual": (done.y[-1] - now).tolist()}
@@ -266,5 +269,5 @@ def schedules(expected: list[Data]) -> list[Data]:
 
 
 def steps_masks(inputs: Data, params: Data) -> Data:
-    masks = {preset: steps_mask(preset, 28) for preset in load("steps_masks")["masks"]["28"]}
+    masks = {preset: steps_mask(preset, 28) for preset in load_table("steps_masks")["masks"]["28"]}
     return {preset: [int(flag) for flag in mask] for preset, mask in masks.items()}

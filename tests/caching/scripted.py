@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from diffaccel.caching.build import put_on
-from diffaccel.caching.engine import Recipe
+from diffaccel.caching.engine import CacheRecipe
 from diffaccel.caching.gates.base import ProbeGate
 from diffaccel.caching.guards import Guards
 from diffaccel.caching.policy import Memory, Policy
-from diffaccel.caching.scopes.config import Denoiser, Stack
+from diffaccel.caching.scopes.denoiser import Denoiser
+from diffaccel.caching.scopes.stack import Stack
 from diffaccel.core.chain import install_root
 from diffaccel.core.run import Call, Run, running
 from diffaccel.models.spec import BlockList, ModelSpec
@@ -101,7 +102,7 @@ def halves(residual: torch.Tensor) -> list[torch.Tensor]:
 def drive(
     model: Scripted,
     x: torch.Tensor,
-    recipe: Recipe,
+    recipe: CacheRecipe,
     latents: torch.Tensor | None = None,
     sigmas: Sequence[float] = (),
 ) -> Driven:
@@ -133,7 +134,7 @@ def drive(
     return done
 
 
-def _check_work(done: Driven, recipe: Recipe) -> None:
+def _check_work(done: Driven, recipe: CacheRecipe) -> None:
     """What a hit leaves out was left out, and nothing else."""
     total, computed, scope = len(done.calls), done.hits.count(False), recipe.scope
     runs = [block.runs for block in done.model.blocks]
@@ -149,5 +150,5 @@ def drive_first_block(
     x: torch.Tensor, front: torch.Tensor, middle: torch.Tensor, threshold: float, guards: Guards
 ) -> Driven:
     """First-block caching of a front block and a middle that is split over two."""
-    recipe = Recipe(Policy(ProbeGate(threshold), guards=guards), Stack(1))
+    recipe = CacheRecipe(Policy(ProbeGate(threshold), guards=guards), Stack(1))
     return drive(Scripted([front, *halves(middle)]), x, recipe)

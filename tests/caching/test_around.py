@@ -16,7 +16,7 @@ from diffusers.hooks.group_offloading import ModuleGroup
 from torch._dynamo.utils import counters
 
 from diffaccel import IncompatibleError, accelerate, attach
-from diffaccel.caching.engine import Branch
+from diffaccel.caching.branches import BranchState
 from diffaccel.caching.methods import METHODS
 from tests import tiny
 from tests.invariants.test_4_clock import Syncs
@@ -228,7 +228,7 @@ def storages(thing: Any) -> dict[int, int]:
         return {storage.data_ptr(): storage.nbytes()}
     if isinstance(thing, dict):
         thing = list(thing.values())
-    if isinstance(thing, Branch):
+    if isinstance(thing, BranchState):
         thing = thing.memory
     if not isinstance(thing, (list, tuple)):
         thing = [getattr(thing, name) for name in getattr(thing, "__slots__", ())]

@@ -20,9 +20,9 @@ from diffaccel import Plan, accelerate, plan, restore
 from diffaccel.caching.gates.adacache import RatesGate
 from diffaccel.caching.gates.base import ProbeGate
 from diffaccel.caching.gates.easycache import RateGate
+from diffaccel.caching.gates.schedule import ScheduleGate
 from diffaccel.caching.guards import Guards
-from diffaccel.caching.schedule import ScheduleGate
-from diffaccel.caching.scopes.config import Deep
+from diffaccel.caching.scopes.unet import Deep
 from diffaccel.core.run import Run
 from diffaccel.errors import InvalidOptionError, UnsupportedModelError
 from tests import fingerprint, tiny

@@ -12,12 +12,13 @@ from diffaccel.caching.gates import base as gates
 from diffaccel.caching.gates import easycache as probing
 from diffaccel.caching.gates.adacache import CODEBOOK_100, RatesGate, adacache_rate
 from diffaccel.caching.gates.base import ProbeGate, SumGate, reduce_decision, relative_l1, worst_relative_l1
-from diffaccel.caching.gates.easycache import ProbeAligned, ProbeSumGate, RateGate, dicache_gamma
+from diffaccel.caching.gates.dicache import ProbeAligned, ProbeSumGate, dicache_gamma
+from diffaccel.caching.gates.easycache import RateGate
 from diffaccel.caching.gates.seacache import SpectralGate, sea_filter, sea_gain
 from diffaccel.caching.gates.teacache import PolynomialGate, fit_polynomial
-from diffaccel.caching.predictors import Forecast, Sample
 from diffaccel.caching.step import Ruling, Step
 from diffaccel.errors import InvalidOptionError
+from diffaccel.extrapolation.forecast import Forecast, Sample
 
 ONE = torch.ones(2, 3, 4, dtype=torch.float64)
 CONTENT_GATES: list[tuple[Any, Any]] = [

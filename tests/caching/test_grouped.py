@@ -9,7 +9,7 @@ import torch
 
 from diffaccel import attach
 from diffaccel.caching import Denoiser, Forecast, Guards, Modules, ProbeGate
-from diffaccel.caching.grouped import groups_of, take
+from diffaccel.caching.grouped import groups_of, select_rows
 from diffaccel.errors import UnsupportedModelError
 from tests import tiny
 from tests.caching.settings import cached
@@ -73,7 +73,7 @@ def test_a_batch_gives_the_pictures_of_single_runs(family: str, method: str) -> 
 def test_groups() -> None:
     assert groups_of(3, False) == ((0,), (1,), (2,)) and groups_of(4, True) == ((0, 2), (1, 3))
     pair = (torch.arange(4), torch.arange(4) * 10)
-    assert [t.tolist() for t in take(pair, (1, 3))] == [[1, 3], [10, 30]]
+    assert [t.tolist() for t in select_rows(pair, (1, 3))] == [[1, 3], [10, 30]]
 
 
 def test_memory_is_freed_and_capped() -> None:

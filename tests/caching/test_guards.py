@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffaccel.caching.gates.base import relative_l1
-from diffaccel.caching.guards import Guards, Tally, rule
+from diffaccel.caching.guards import Guards, ReuseCounts, rule
 from diffaccel.caching.methods.first_block import FirstBlockCache
 from diffaccel.caching.step import Ruling, Step
 from diffaccel.errors import InvalidOptionError
@@ -29,9 +29,9 @@ def test_min_steps() -> None:
 
 def test_last_warmup_and_consecutive() -> None:
     guards = Guards(last_steps=2, warmup_steps=3, max_consecutive=2)
-    computed = [rule(guards, Tally(), Step(t, 10)) is Ruling.COMPUTE for t in range(10)]
+    computed = [rule(guards, ReuseCounts(), Step(t, 10)) is Ruling.COMPUTE for t in range(10)]
     assert computed == [True] * 3 + [False] * 5 + [True] * 2
-    computed = [rule(guards, Tally(consecutive=n), Step(4, 10)) is Ruling.COMPUTE for n in range(4)]
+    computed = [rule(guards, ReuseCounts(consecutive=n), Step(4, 10)) is Ruling.COMPUTE for n in range(4)]
     assert computed == [False, False, True, True]
 
 

@@ -12,7 +12,7 @@ from diffaccel import accelerate, restore
 from diffaccel.caching.engine import Engine
 from diffaccel.caching.gates.base import ProbeGate
 from diffaccel.caching.methods import METHODS
-from diffaccel.caching.scopes.config import Stack
+from diffaccel.caching.scopes.stack import Stack
 from tests.models.families.table import FAMILIES, build, run
 
 from .coverage import COVERED, OPTIONS, skipped_because, steps_aside

@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from diffaccel.caching import schedule
 from diffaccel.caching.gates.adacache import RatesGate
 from diffaccel.caching.gates.base import ProbeGate, SumGate
-from diffaccel.caching.gates.easycache import ProbeAligned, ProbeSumGate, RateGate
+from diffaccel.caching.gates.dicache import ProbeAligned, ProbeSumGate
+from diffaccel.caching.gates.easycache import RateGate
 from diffaccel.caching.gates.magcache import MagnitudeGate
+from diffaccel.caching.gates.schedule import ScheduleGate
 from diffaccel.caching.gates.seacache import SpectralGate
 from diffaccel.caching.gates.teacache import TimePolynomialGate
-from diffaccel.caching.guards import Guards, Tally, rule
+from diffaccel.caching.guards import Guards, ReuseCounts, rule
 from diffaccel.caching.policy import Policy, bytes_held, forecast_error, foresee
-from diffaccel.caching.predictors import REUSE, Forecast
-from diffaccel.caching.schedule import ScheduleGate
 from diffaccel.caching.step import Ruling, Step
 from diffaccel.errors import InvalidOptionError
+from diffaccel.extrapolation import schedule
+from diffaccel.extrapolation.forecast import REUSE, Forecast
 from tests.caching.golden_drivers import loop
 from tests.caching.scripted import drive_first_block
 
@@ -184,28 +185,28 @@ def test_the_forecast_error_is_known_at_computed_steps() -> None:
 @pytest.mark.parametrize(
     ("guards", "tally", "step", "ruling"),
     [
-        (Guards(), Tally(), Step(3), Ruling.FREE),
-        (Guards(warmup_steps=4, mask=(False,) * 9, policy="static"), Tally(), Step(3, 9), Ruling.COMPUTE),
-        (Guards(warmup_steps=4, warmup_interval=2), Tally(), Step(3, 9), Ruling.FREE),
-        (Guards(last_steps=2), Tally(), Step(7, 9), Ruling.COMPUTE),
-        (Guards(last_steps=2), Tally(), Step(6, 9), Ruling.FREE),
-        (Guards(mask=(True, False), policy="static", max_total=0), Tally(), Step(1, 2), Ruling.REUSE),
-        (Guards(mask=(True, False), policy="static"), Tally(), Step(0, 2), Ruling.COMPUTE),
-        (Guards(mask=(True, False), max_total=0), Tally(), Step(1, 2), Ruling.COMPUTE),
-        (Guards(mask=(True, False)), Tally(), Step(1, 2), Ruling.FREE),
-        (Guards(max_consecutive=2), Tally(consecutive=2), Step(3), Ruling.COMPUTE),
-        (Guards(max_total=2), Tally(reused=2), Step(3), Ruling.COMPUTE),
-        (Guards(max_accumulated=0.3), Tally(error=0.3), Step(3), Ruling.COMPUTE),
-        (Guards(max_accumulated=0.3), Tally(error=0.29), Step(3), Ruling.FREE),
-        (Guards(start=0.2, end=0.8), Tally(), Step(1, 10), Ruling.COMPUTE),
-        (Guards(start=0.2, end=0.8), Tally(), Step(2, 10), Ruling.FREE),
-        (Guards(start=0.2, end=0.8), Tally(), Step(8, 10), Ruling.COMPUTE),
-        (Guards(sigma_high=0.9, sigma_low=0.1), Tally(), Step(1, sigma=0.95), Ruling.COMPUTE),
-        (Guards(sigma_high=0.9, sigma_low=0.1), Tally(), Step(1, sigma=0.5), Ruling.FREE),
-        (Guards(sigma_high=0.9, sigma_low=0.1), Tally(), Step(1, sigma=0.05), Ruling.COMPUTE),
+        (Guards(), ReuseCounts(), Step(3), Ruling.FREE),
+        (Guards(warmup_steps=4, mask=(False,) * 9, policy="static"), ReuseCounts(), Step(3, 9), Ruling.COMPUTE),
+        (Guards(warmup_steps=4, warmup_interval=2), ReuseCounts(), Step(3, 9), Ruling.FREE),
+        (Guards(last_steps=2), ReuseCounts(), Step(7, 9), Ruling.COMPUTE),
+        (Guards(last_steps=2), ReuseCounts(), Step(6, 9), Ruling.FREE),
+        (Guards(mask=(True, False), policy="static", max_total=0), ReuseCounts(), Step(1, 2), Ruling.REUSE),
+        (Guards(mask=(True, False), policy="static"), ReuseCounts(), Step(0, 2), Ruling.COMPUTE),
+        (Guards(mask=(True, False), max_total=0), ReuseCounts(), Step(1, 2), Ruling.COMPUTE),
+        (Guards(mask=(True, False)), ReuseCounts(), Step(1, 2), Ruling.FREE),
+        (Guards(max_consecutive=2), ReuseCounts(consecutive=2), Step(3), Ruling.COMPUTE),
+        (Guards(max_total=2), ReuseCounts(reused=2), Step(3), Ruling.COMPUTE),
+        (Guards(max_accumulated=0.3), ReuseCounts(error=0.3), Step(3), Ruling.COMPUTE),
+        (Guards(max_accumulated=0.3), ReuseCounts(error=0.29), Step(3), Ruling.FREE),
+        (Guards(start=0.2, end=0.8), ReuseCounts(), Step(1, 10), Ruling.COMPUTE),
+        (Guards(start=0.2, end=0.8), ReuseCounts(), Step(2, 10), Ruling.FREE),
+        (Guards(start=0.2, end=0.8), ReuseCounts(), Step(8, 10), Ruling.COMPUTE),
+        (Guards(sigma_high=0.9, sigma_low=0.1), ReuseCounts(), Step(1, sigma=0.95), Ruling.COMPUTE),
+        (Guards(sigma_high=0.9, sigma_low=0.1), ReuseCounts(), Step(1, sigma=0.5), Ruling.FREE),
+        (Guards(sigma_high=0.9, sigma_low=0.1), ReuseCounts(), Step(1, sigma=0.05), Ruling.COMPUTE),
     ],
 )
-def test_guards(guards: Guards, tally: Tally, step: Step, ruling: Ruling) -> None:
+def test_guards(guards: Guards, tally: ReuseCounts, step: Step, ruling: Ruling) -> None:
     assert rule(guards, tally, step) is ruling
 
 
@@ -215,7 +216,7 @@ def test_guards_that_do_not_fit_the_loop_are_refused() -> None:
     with pytest.raises(InvalidOptionError, match="number of steps"):
         Policy(ProbeGate(0.1), guards=Guards(last_steps=1)).fit(None)
     with pytest.raises(InvalidOptionError, match="noise levels"):
-        rule(Guards(sigma_low=0.1), Tally(), Step(1))
+        rule(Guards(sigma_low=0.1), ReuseCounts(), Step(1))
     for options in ({"warmup_steps": -1}, {"max_total": 1.5}, {"policy": "dinamic"}, {"start": 0.9, "end": 0.1}):
         with pytest.raises(InvalidOptionError):
             Guards(**options)  # type: ignore[arg-type]

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from diffaccel.caching import schedule
-from diffaccel.caching.schedule import ScheduleGate, computed_steps, parse_schedule
+from diffaccel.caching.gates.schedule import ScheduleGate
 from diffaccel.caching.step import Ruling, Step
-from diffaccel.caching.tables import load, steps_mask
+from diffaccel.caching.tables import load_table, steps_mask
 from diffaccel.errors import InvalidOptionError
+from diffaccel.extrapolation import schedule
+from diffaccel.extrapolation.schedule import computed_steps, parse_schedule
 
 WANT = (True, False, True, True, False)
 
@@ -77,9 +78,9 @@ def test_the_gate_follows_guards_first() -> None:
         ScheduleGate("101010").fit(None)
 
 
-@pytest.mark.parametrize("total", sorted(load("steps_masks")["masks"], key=int))
+@pytest.mark.parametrize("total", sorted(load_table("steps_masks")["masks"], key=int))
 def test_every_published_mask_fits_its_length(total: str) -> None:
-    for preset in load("steps_masks")["masks"][total]:
+    for preset in load_table("steps_masks")["masks"][total]:
         assert len(steps_mask(preset, int(total))) == int(total)
 
 

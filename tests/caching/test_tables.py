@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diffaccel.caching.gates.teacache import PolynomialGate, TimePolynomialGate
-from diffaccel.caching.tables import entry, load, magnitude_gate, polynomial_set
+from diffaccel.caching.tables import load_table, magnitude_gate, named_set, polynomial_set
 from diffaccel.errors import InvalidOptionError, UnsupportedModelError
 
 
@@ -65,7 +65,7 @@ def test_numbers_of_the_users_own() -> None:
 
 @pytest.mark.parametrize("table", ["magcache", "teacache"])
 def test_every_entry_has_a_source_and_makes_a_gate(table: str) -> None:
-    for name, row in load(table)["models"].items():
+    for name, row in load_table(table)["models"].items():
         assert row["source"], name
         if table == "magcache":
             gate = magnitude_gate(name)
@@ -73,12 +73,12 @@ def test_every_entry_has_a_source_and_makes_a_gate(table: str) -> None:
         else:
             assert polynomial_set(name).gate(0.1).rescale(0.1) is not None
             assert row["calibrated"] is ("why_not" not in row), name
-    for alias, name in load(table)["aliases"].items():
-        assert entry(table, alias)[0] == name
+    for alias, name in load_table(table)["aliases"].items():
+        assert named_set(table, alias)[0] == name
 
 
 def test_presets_say_where_they_come_from() -> None:
-    assert load("presets")["dbcache"]["cache_dit_default"] == {
+    assert load_table("presets")["dbcache"]["cache_dit_default"] == {
         "Fn": 8,
         "Bn": 0,
         "R": 0.08,

@@ -13,14 +13,14 @@ from diffusers import UNet2DConditionModel
 
 from diffaccel import accelerate
 from diffaccel.caching.build import put_on
-from diffaccel.caching.engine import Engine, Recipe
+from diffaccel.caching.engine import CacheRecipe, Engine
+from diffaccel.caching.gates.schedule import ScheduleGate
 from diffaccel.caching.guards import Guards
 from diffaccel.caching.policy import Policy
-from diffaccel.caching.predictors import REUSE
-from diffaccel.caching.schedule import ScheduleGate
-from diffaccel.caching.scopes.config import Deep
+from diffaccel.caching.scopes.unet import Deep
 from diffaccel.core.chain import install_root
 from diffaccel.core.run import Run, running
+from diffaccel.extrapolation.forecast import REUSE
 from diffaccel.models.cards.sdxl import CARD
 from tests import tiny
 
@@ -104,7 +104,7 @@ class Driven:
         self.root = install_root(unet, "unet", self.owner)
         policy = Policy(ScheduleGate(mask), predictor, Guards())
         spec = CARD if unet.config.addition_embed_type else replace(CARD, family="sd15", config=())
-        self.engine: Engine = put_on("deep", unet, self.root, spec, Recipe(policy, Deep(branch), **recipe))
+        self.engine: Engine = put_on("deep", unet, self.root, spec, CacheRecipe(policy, Deep(branch), **recipe))
         self.run = Run(SimpleNamespace(scheduler=None), lambda pipe, k: "cond", self.owner)
         self.run.total, self.run.state["deep"] = len(mask), {}
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from diffaccel import attach
-from diffaccel.caching.predictors import Forecast, Sample
 from diffaccel.errors import DiffaccelError, InvalidOptionError
 from diffaccel.extrapolation.correction import corrected, correction_weights
+from diffaccel.extrapolation.forecast import Forecast, Sample
 from tests import tiny
 from tests.invariants.levers import pattern, plain
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from diffaccel.caching.predictors import Forecast
-from diffaccel.guidance.difference import Act, Memory, Steps, difference, unconditional
+from diffaccel.extrapolation.forecast import Forecast
+from diffaccel.guidance.difference import BranchAction, DifferenceMemory, GuidanceSteps, difference, unconditional
 
-LETTER = {Act.BOTH: "B", Act.REUSE: ".", Act.OFF: "o"}
+LETTER = {BranchAction.BOTH: "B", BranchAction.REUSE: ".", BranchAction.OFF: "o"}
 
 
-def pattern(steps: Steps, total: int) -> str:
+def pattern(steps: GuidanceSteps, total: int) -> str:
     """The acts of a whole loop."""
     last, letters = None, ""
     for step in range(total):
         act = steps.act(step, last)
-        last = step if act is Act.BOTH else last
+        last = step if act is BranchAction.BOTH else last
         letters += LETTER[act]
     return letters
 
@@ -52,11 +52,11 @@ SIGMAS = (1.0, 0.9, 0.8, 0.7, 0.5, 0.3, 0.2, 0.1)
     ],
 )
 def test_which_steps(options: dict[str, Any], expected: str) -> None:
-    assert pattern(Steps(8, **options), 8) == expected
+    assert pattern(GuidanceSteps(8, **options), 8) == expected
 
 
 def test_an_unknown_number_of_steps() -> None:
-    assert pattern(Steps(None, interval=2), 5) == "B.B.B"
+    assert pattern(GuidanceSteps(None, interval=2), 5) == "B.B.B"
 
 
 # ---- a fake trajectory whose differences are known in closed form ---------------------------------------
@@ -71,16 +71,16 @@ def left_out(order: int, coordinate: str, degree: int, interval: int) -> tuple[f
     """
     sigmas = [1 / (1 + step / 5) for step in range(12)]
     at = sigmas if coordinate == "sigma" else [float(step) for step in range(12)]
-    forecast, memory = Forecast(order, coordinate=coordinate), Memory(0, None)
-    steps = Steps(12, interval=interval)
+    forecast, memory = Forecast(order, coordinate=coordinate), DifferenceMemory(0, None)
+    steps = GuidanceSteps(12, interval=interval)
     worst = stale = 0.0
     for step in range(12):
         cond = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(50 + step), dtype=torch.float64)
         truth = A + (B * at[step] if degree else 0) + (C * at[step] ** 2 if degree > 1 else 0)
-        if steps.act(step, memory.last) is Act.BOTH:
+        if steps.act(step, memory.last) is BranchAction.BOTH:
             memory = memory.remember(step, at[step], difference((cond,), (cond - truth,)), forecast.depth)
             continue
-        (uncond,) = unconditional((cond,), memory, Act.REUSE, forecast, at[step])
+        (uncond,) = unconditional((cond,), memory, BranchAction.REUSE, forecast, at[step])
         if len(memory.history) > order:
             worst = max(worst, float((uncond - (cond - truth)).abs().max()))
             stale = max(stale, float((memory.history[-1].values[0] - truth).abs().max()))
@@ -104,23 +104,25 @@ def test_negative_control(order: int, degree: int) -> None:
 
 def test_order_0_is_the_stored_difference_to_the_last_bit() -> None:
     cond, uncond = torch.randn(2, 8), torch.randn(2, 8)
-    memory = Memory(0, None).remember(3, 3.0, difference((cond,), (uncond,)), 1)
+    memory = DifferenceMemory(0, None).remember(3, 3.0, difference((cond,), (uncond,)), 1)
     new = torch.randn(2, 8)
-    (found,) = unconditional((new,), memory, Act.REUSE, Forecast(0), 4.0)
+    (found,) = unconditional((new,), memory, BranchAction.REUSE, Forecast(0), 4.0)
     assert torch.equal(found, new - (cond - uncond))
 
 
 def test_without_guidance_the_formula_gives_the_conditional_output() -> None:
     cond = torch.randn(2, 8)
-    (uncond,) = unconditional((cond,), Memory(0, None), Act.OFF, Forecast(0), 0.0)
+    (uncond,) = unconditional((cond,), DifferenceMemory(0, None), BranchAction.OFF, Forecast(0), 0.0)
     assert uncond is not cond and torch.equal(uncond + 7.5 * (cond - uncond), cond)
 
 
 def test_a_memory_is_never_written_into() -> None:
-    first = Memory(0, "like").remember(0, 0.0, (torch.ones(3),), 2)
+    first = DifferenceMemory(0, "like").remember(0, 0.0, (torch.ones(3),), 2)
     kept = copy.copy(first)
-    second = first.remember(1, 1.0, (torch.zeros(3),), 2).remember(2, 2.0, (torch.zeros(3),), 2).count(Act.REUSE)
-    assert kept == first and len(first.history) == 1 and first.done == {Act.BOTH: 1}
+    second = (
+        first.remember(1, 1.0, (torch.zeros(3),), 2).remember(2, 2.0, (torch.zeros(3),), 2).count(BranchAction.REUSE)
+    )
+    assert kept == first and len(first.history) == 1 and first.done == {BranchAction.BOTH: 1}
     assert [s.at for s in second.history] == [1.0, 2.0] and second.last == 2
-    assert second.done == {Act.BOTH: 3, Act.REUSE: 1}
+    assert second.done == {BranchAction.BOTH: 3, BranchAction.REUSE: 1}
     assert second.bytes() == 2 * 3 * 4 and second.forget().bytes() == 0 and second.forget().last is None

@@ -15,12 +15,13 @@ import torch
 
 import diffaccel.caching
 from diffaccel import accelerate, attach, restore
+from diffaccel.caching.engine import Scope
 from diffaccel.caching.gates.base import Gate, ProbeGate
 from diffaccel.caching.gates.easycache import RateGate
 from diffaccel.caching.gates.teacache import PolynomialGate
-from diffaccel.caching.scopes.config import Denoiser, Scope, Stack
+from diffaccel.caching.scopes.denoiser import Denoiser
 from diffaccel.caching.scopes.modules import modules_of
-from diffaccel.caching.scopes.stack import blocks_of
+from diffaccel.caching.scopes.stack import Stack, blocks_of
 from diffaccel.models.registry import lookup
 from tests import fingerprint, tiny
 from tests.caching.settings import (

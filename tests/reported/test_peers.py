@@ -15,9 +15,10 @@ from diffusers import FirstBlockCacheConfig
 
 from diffaccel import accelerate, attach, plan, restore
 from diffaccel.caching.gates.base import ProbeGate
-from diffaccel.caching.predictors import Forecast, Sample
-from diffaccel.caching.schedule import ScheduleGate, fora, taylorseer, uniform
+from diffaccel.caching.gates.schedule import ScheduleGate
 from diffaccel.errors import DiffaccelError, IncompatibleError, InvalidOptionError, UnsupportedModelError
+from diffaccel.extrapolation.forecast import Forecast, Sample
+from diffaccel.extrapolation.schedule import fora, taylorseer, uniform
 from tests import tiny
 from tests.caching.settings import (
     FORECASTS,

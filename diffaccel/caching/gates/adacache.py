@@ -16,7 +16,6 @@ from .base import OUTPUT, Gate, reduce_decision, relative_l1
 # Published for Open-Sora: change below the key -> steps until the next computed one.
 CODEBOOK_100 = {0.03: 12, 0.05: 10, 0.07: 8, 0.09: 6, 0.11: 4, 1.00: 3}
 CODEBOOK_30_FAST = {0.08: 6, 0.16: 5, 0.24: 4, 0.32: 3, 0.40: 2, 1.00: 1}
-CODEBOOK_30_SLOW = {0.08: 3, 0.16: 2, 0.24: 1, 0.32: 1, 0.40: 1, 1.00: 1}
 
 
 def adacache_rate(distance: float, codebook: Mapping[float, int]) -> int:

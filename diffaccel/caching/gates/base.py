@@ -15,7 +15,7 @@ import torch
 
 from ...core.options import GOT, number, take
 from ...errors import unknown
-from ..predictors import REUSE, Forecast, Sample, new_sample
+from ...extrapolation.forecast import REUSE, Forecast, Sample, new_sample
 from ..step import Ruling, Step, coordinate
 
 S = TypeVar("S")
@@ -29,6 +29,8 @@ OUTPUT = "output"  # only outputs of computed steps, through `record`
 INPUT = "input"  # input of the denoiser
 GRID = "grid"  # image tokens or latents on their grid, [T, H, W, C] or [B, T, H, W, C]
 PAIR = "pair"  # (output of the first block(s), input of the stack), each [B, T, C]
+IN_BLOCKS = (PROBE, PAIR, MODULATED)  # what is only seen when the first blocks run
+AT_ROOT = (NOTHING, TIME, INPUT, OUTPUT, GRID)  # what is seen before the denoiser runs
 
 
 def relative_l1(current: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...core.accelerator import Target
-from ..engine import Recipe
+from ..engine import CacheRecipe
 from ..gates.adacache import CODEBOOK_30_FAST, RatesGate
 from ..policy import Policy
-from ..scopes.config import Stack
+from ..scopes.stack import Stack
 from .base import Extrapolating
 
 
@@ -39,10 +39,10 @@ class AdaCache(Extrapolating):
         pairs = tuple(book.items()) if isinstance(book, Mapping) else book
         return RatesGate(pairs)
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """The gate on the stack's residual."""
-        return Recipe(Policy(self._gate(), self.forecast(), self.guards()), Stack(0))
+        return CacheRecipe(Policy(self._gate(), self.forecast(), self.guards()), Stack(0))
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """What decides."""
         return "the last computed step's change decides how many steps are left out"

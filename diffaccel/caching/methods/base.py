@@ -10,31 +10,17 @@ import torch
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import native_cache, unwrap_module
-from ...core.options import BOOLEAN, GOT, confirm, one_of, take, take_plain
+from ...core.options import BOOLEAN, GOT, take, take_plain
 from ...core.run import Run
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, UnsupportedModelError, unknown
-from ..build import blocks_left_out, put_on, unfit
-from ..engine import BRANCHES, Engine, Recipe
+from ...extrapolation.forecast import Forecast
+from ..build import put_on, why_unfit
+from ..engine import BRANCHES, CacheRecipe, Engine
 from ..guards import Guards
-from ..predictors import Forecast
-from ..scopes.config import Denoiser, Modules, Scope, Stack
 from ..scopes.stack import blocks_of
 
-SCOPES = ("denoiser", "modules", "stack")
 # The parameters of `StepCache` that are guards.
 GUARDED = ("min_steps", "warmup_steps", "last_steps", "max_consecutive", "max_total", "start", "end", "max_bytes")
-
-
-def scope_of(name: str, correct: int = 0) -> Scope:
-    """The scope that a word of `SCOPES` stands for."""
-    if name not in SCOPES:
-        raise unknown("scope", str(name), SCOPES)
-    correct = confirm("correct", correct, one_of(0, 1, 2, 3), GOT)
-    if name == "denoiser":
-        return Denoiser(correct=correct)
-    if correct:
-        raise InvalidOptionError(f"correct={correct} is for scope='denoiser', not for {name!r}")
-    return Modules() if name == "modules" else Stack(0)
 
 
 def counted(cache: StepCache, target: Target) -> int:
@@ -101,7 +87,7 @@ class StepCache:
         own = [f.name for f in fields(self) if f.name not in shared]
         return {name: getattr(self, name) for name in (*own, *shared)}
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """Gate, predictor, guards and scope on this target; raises where the target lacks what the method needs."""
         raise NotImplementedError
 
@@ -109,12 +95,12 @@ class StepCache:
         """Why these parameters turn the cache off, or None."""
         return "threshold 0: every step is computed" if getattr(self, "threshold", None) == 0 else None
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """One clause for the plan: what decides about what."""
-        left_out = len(blocks_left_out(recipe, unwrap_module(self.main(target)), target.spec))
+        left_out = len(recipe.scope.left_out(unwrap_module(self.main(target)), target.spec))
         return f"{type(recipe.policy.gate).__name__} decides about {left_out} module(s)"
 
-    def full_recipe(self, target: Target) -> Recipe:
+    def full_recipe(self, target: Target) -> CacheRecipe:
         """The recipe with the parameters that all methods share."""
         more = {"branches": self.branches, "float32": self.float32, "per_sample": self.per_sample}
         return replace(self.recipe(target), **more)  # type: ignore[arg-type]
@@ -147,7 +133,7 @@ class StepCache:
                     f"diffusers' own cache ({other}) is on {component}: call pipe.{component}.disable_cache() first",
                     IncompatibleError,
                 )
-            reason = unfit(recipe, unwrap_module(module), target.spec)
+            reason = why_unfit(recipe, unwrap_module(module), target.spec)
             if reason is not None:
                 return Verdict.no(f"{component}: {reason}" if len(target.spec.denoisers) > 1 else reason)
         if not target.spec.denoisers:
@@ -166,7 +152,7 @@ class StepCache:
         blocks = [block for block, _ in blocks_of(module, target.spec)]
         if self.off() is not None:
             return {"blocks_skipped": f"0 of {len(blocks)}", "origin": "computed"}
-        left_out = blocks_left_out(self.full_recipe(target), module, target.spec)
+        left_out = self.full_recipe(target).scope.left_out(module, target.spec)
         skipped = sum(p.numel() for part in left_out for p in part.parameters())
         share: dict[str, Any] = {"parameters_skipped": round(skipped / total, 3), "origin": "computed"}
         count = sum(part in blocks for part in left_out)
@@ -207,7 +193,7 @@ class StepCache:
 
         def relink() -> None:
             for engine in engines:
-                engine.tap.relink()
+                engine.hooks.relink()
 
         def stats(run: Run) -> dict[str, Any]:
             return {"hit_rate": round(hits(run) / len(run.calls), 4) if run.calls else 0.0}

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from ...core.accelerator import Target
 from ...errors import InvalidOptionError
-from ..engine import Recipe
+from ...extrapolation.forecast import REUSE
+from ..engine import CacheRecipe, Scope
 from ..gates.base import Gate
 from ..guards import Guards
 from ..policy import Policy, Predictor
-from ..predictors import REUSE
-from ..scopes.config import BEHIND_FIRST_BLOCK, Scope
+from ..scopes.stack import BEHIND_FIRST_BLOCK
 from .base import GUARDED, StepCache
 
 
@@ -55,13 +55,13 @@ class CustomCache(StepCache):
         """A gate's threshold of 0 turns it off."""
         return "threshold 0: every step is computed" if getattr(self.gate, "threshold", None) == 0 else None
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """As given."""
         assert self.gate is not None
         guards = self.guards() if self.guard is None else self.guard
-        return Recipe(Policy(self.gate, self.predictor, guards), self.scope, process_group=self.process_group)
+        return CacheRecipe(Policy(self.gate, self.predictor, guards), self.scope, process_group=self.process_group)
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """The parts, by name."""
         parts = (self.gate, self.predictor, self.scope)
         return " + ".join(type(part).__name__ for part in parts)

@@ -9,14 +9,14 @@ from typing import ClassVar
 from ...core.accelerator import Target
 from ...core.options import GOT, one_of, take, whole
 from ...errors import InvalidOptionError
-from ..engine import Recipe
+from ...extrapolation.forecast import Forecast
+from ...extrapolation.schedule import check_form
+from ..engine import CacheRecipe
 from ..gates.base import ProbeGate
 from ..guards import POLICIES
 from ..policy import Policy
-from ..predictors import Forecast
-from ..schedule import check_form
-from ..scopes.config import Stack
-from ..tables import load
+from ..scopes.stack import Stack
+from ..tables import load_table
 from .base import Extrapolating, counted
 
 
@@ -70,7 +70,7 @@ class DBCache(Extrapolating):
     def _gate(self) -> ProbeGate:
         return ProbeGate(self.threshold, Forecast(self.probe_order, self.basis, self.coordinate))
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """A first-block cache with more blocks."""
         guards = self.guards(
             max_accumulated=self.max_accumulated,
@@ -79,13 +79,13 @@ class DBCache(Extrapolating):
             warmup_interval=self.warmup_interval,
         )
         scope = Stack(self.front_blocks, self.back_blocks)
-        return Recipe(Policy(self._gate(), self.forecast(), guards), scope)
+        return CacheRecipe(Policy(self._gate(), self.forecast(), guards), scope)
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """What decides."""
         always = f", {self.back_blocks} more always run" if self.back_blocks else ""
         return f"{self.front_blocks} block(s) of {counted(self, target)} decide about the rest{always}"
 
 
 def _published() -> list[str]:
-    return list(load("steps_masks")["masks"]["28"])
+    return list(load_table("steps_masks")["masks"]["28"])

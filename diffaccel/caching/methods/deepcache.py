@@ -7,11 +7,11 @@ from functools import partial
 from typing import ClassVar
 
 from ...core.accelerator import Target
-from .. import schedule
-from ..engine import Recipe
+from ...extrapolation import schedule
+from ..engine import CacheRecipe
+from ..gates.schedule import ScheduleGate
 from ..policy import Policy
-from ..schedule import ScheduleGate
-from ..scopes.config import Deep
+from ..scopes.unet import Deep
 from .base import Extrapolating
 
 
@@ -46,12 +46,12 @@ class DeepCache(Extrapolating):
         """An interval of 1 computes everything."""
         return "interval 1: every step is computed" if self.interval == 1 else None
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """A static schedule on the deep part."""
         gate = ScheduleGate(partial(schedule.uniform, interval=self.interval))
-        return Recipe(Policy(gate, self.forecast(), self.guards()), Deep(self.branch))
+        return CacheRecipe(Policy(gate, self.forecast(), self.guards()), Deep(self.branch))
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """Which steps, of what."""
         return (
             f"all below skip connection {self.branch} is left out of all but one step of {self.interval}; "

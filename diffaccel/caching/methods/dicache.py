@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from ...core.accelerator import Target
 from ...core.options import GOT, take, whole
-from ..engine import Recipe
-from ..gates.easycache import ProbeAligned, ProbeSumGate
+from ..engine import CacheRecipe
+from ..gates.dicache import ProbeAligned, ProbeSumGate
 from ..policy import Policy
-from ..scopes.config import Stack
+from ..scopes.stack import Stack
 from .base import StepCache, counted
 
 
@@ -40,11 +40,11 @@ class DiCache(StepCache):
         ProbeSumGate(self.threshold, measure_of=self.measure)
         take(self, whole(1), "probe_blocks", form=GOT)
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """A probe, and a forecast that follows it."""
         gate = ProbeSumGate(self.threshold, measure_of=self.measure)
-        return Recipe(Policy(gate, ProbeAligned(), self.guards()), Stack(self.probe_blocks))
+        return CacheRecipe(Policy(gate, ProbeAligned(), self.guards()), Stack(self.probe_blocks))
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """What decides."""
         return f"{self.probe_blocks} block(s) of {counted(self, target)} decide about the rest"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...core.accelerator import Target
-from ..engine import Recipe
+from ..engine import CacheRecipe
 from ..gates.easycache import RateGate
 from ..policy import Policy
-from ..scopes.config import Denoiser
+from ..scopes.denoiser import Denoiser
 from .base import Extrapolating
 
 
@@ -36,10 +36,10 @@ class EasyCache(Extrapolating):
         super().__post_init__()
         RateGate(self.threshold)
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """The whole denoiser, by its residual."""
-        return Recipe(Policy(RateGate(self.threshold), self.forecast(), self.guards()), Denoiser(residual=True))
+        return CacheRecipe(Policy(RateGate(self.threshold), self.forecast(), self.guards()), Denoiser(residual=True))
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """What decides."""
         return "the denoiser's input decides about the whole of it"

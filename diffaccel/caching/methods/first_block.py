@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from ...core.accelerator import Target
 from ...core.options import GOT, one_of, take
-from ..engine import Recipe
+from ...extrapolation.forecast import Forecast
+from ..engine import CacheRecipe
 from ..gates.base import ProbeGate
 from ..policy import Policy
-from ..predictors import Forecast
-from ..scopes.config import Stack
+from ..scopes.stack import Stack
 from .base import Extrapolating, counted
 
 
@@ -43,10 +43,10 @@ class FirstBlockCache(Extrapolating):
     def _gate(self) -> ProbeGate:
         return ProbeGate(self.threshold, Forecast(self.probe_order, self.basis, self.coordinate), tested=True)
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """A probe of one block."""
-        return Recipe(Policy(self._gate(), self.forecast(), self.guards()), Stack(1))
+        return CacheRecipe(Policy(self._gate(), self.forecast(), self.guards()), Stack(1))
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """What decides."""
         return f"one block of {counted(self, target)} decides about the rest"

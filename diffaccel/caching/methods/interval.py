@@ -7,11 +7,12 @@ from functools import partial
 from typing import ClassVar
 
 from ...core.accelerator import Target
-from .. import schedule
-from ..engine import Recipe
+from ...extrapolation import schedule
+from ..engine import CacheRecipe
+from ..gates.schedule import ScheduleGate
 from ..policy import Policy
-from ..schedule import ScheduleGate
-from .base import Extrapolating, scope_of
+from ..scopes.named import scope_of
+from .base import Extrapolating
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,11 @@ class IntervalCache(Extrapolating):
         """An interval of 1 computes everything."""
         return "interval 1: every step is computed" if self.interval == 1 else None
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """A static schedule."""
         gate = ScheduleGate(partial(schedule.fora, interval=self.interval))
-        return Recipe(Policy(gate, self.forecast(), self.guards()), scope_of(self.scope, self.correct))
+        return CacheRecipe(Policy(gate, self.forecast(), self.guards()), scope_of(self.scope, self.correct))
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """Which steps, of what."""
         return f"{self.scope}: one step of {self.interval} is computed; steps are known before the loop"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...core.accelerator import Target
-from ..engine import Recipe
+from ..engine import CacheRecipe
 from ..gates.base import check_threshold
 from ..gates.magcache import MagnitudeGate, check_reach
 from ..policy import Policy
-from ..scopes.config import Stack
+from ..scopes.stack import Stack
 from ..tables import magnitude_gate
 from .base import Extrapolating, checkpoint
 
@@ -50,12 +50,12 @@ class MagCache(Extrapolating):
         options = {name: value for name, value in given.items() if value is not None}
         return magnitude_gate(self.ratios, model, **options)
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """The published gate with our guard on the last step (the published method has none)."""
         gate = self._gate(checkpoint(target))
-        return Recipe(Policy(gate, self.forecast(), self.guards()), Stack(0))
+        return CacheRecipe(Policy(gate, self.forecast(), self.guards()), Stack(0))
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """Which numbers are used."""
         gate = recipe.policy.gate
         assert isinstance(gate, MagnitudeGate)

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from ...core.accelerator import Target
 from ...core.options import GOT, NUMBER, take
-from ..engine import Recipe
+from ..engine import CacheRecipe
 from ..gates.base import check_threshold
 from ..gates.seacache import SpectralGate
 from ..policy import Policy
-from ..scopes.config import Stack
+from ..scopes.stack import Stack
 from .base import Extrapolating
 
 FRAMED = ("BCFHW", "BFCHW", "list")
@@ -43,11 +43,11 @@ class SeaCache(Extrapolating):
         check_threshold(self)
         take(self, NUMBER.or_none(), "power", form=GOT)
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """The filtered gate on the stack's residual."""
         power = self.power if self.power is not None else 3.0 if target.spec.layout in FRAMED else 2.0
-        return Recipe(Policy(SpectralGate(self.threshold, power=power), self.forecast(), self.guards()), Stack(0))
+        return CacheRecipe(Policy(SpectralGate(self.threshold, power=power), self.forecast(), self.guards()), Stack(0))
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """What decides."""
         return "the filtered latents decide about all blocks"

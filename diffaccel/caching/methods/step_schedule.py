@@ -9,11 +9,13 @@ from typing import ClassVar
 
 from ...core.accelerator import Target
 from ...errors import InvalidOptionError
-from ..engine import Recipe
+from ...extrapolation.schedule import check_form
+from ..engine import CacheRecipe
+from ..gates.schedule import ScheduleGate
 from ..policy import Policy
-from ..schedule import ScheduleGate, check_form
-from ..tables import load, steps_mask
-from .base import Extrapolating, scope_of
+from ..scopes.named import scope_of
+from ..tables import load_table, steps_mask
+from .base import Extrapolating
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,16 @@ class StepSchedule(Extrapolating):
         if not (isinstance(self.steps, str) and self.steps in _published()):
             check_form(self.steps)
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """A static schedule."""
         steps = self.steps
         gate = ScheduleGate(partial(steps_mask, steps) if isinstance(steps, str) and steps in _published() else steps)
-        return Recipe(Policy(gate, self.forecast(), self.guards()), scope_of(self.scope, self.correct))
+        return CacheRecipe(Policy(gate, self.forecast(), self.guards()), scope_of(self.scope, self.correct))
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """What is left out."""
         return f"{self.scope}: the steps are known before the loop"
 
 
 def _published() -> list[str]:
-    return list(load("steps_masks")["masks"]["28"])
+    return list(load_table("steps_masks")["masks"]["28"])

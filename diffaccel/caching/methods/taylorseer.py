@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from ...core.accelerator import Target
 from ...core.options import BOOLEAN, GOT, take
-from .. import schedule
-from ..engine import Recipe
+from ...extrapolation import schedule
+from ..engine import CacheRecipe, Scope
+from ..gates.schedule import ScheduleGate
 from ..policy import Policy
-from ..schedule import ScheduleGate
-from ..scopes.config import Scope
-from .base import Extrapolating, scope_of
+from ..scopes.named import scope_of
+from .base import Extrapolating
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class TaylorSeer(Extrapolating):
         """An interval of 1 computes everything."""
         return "interval 1: every step is computed" if self.interval == 1 else None
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """A static schedule with a forecast."""
         gate = ScheduleGate(partial(schedule.taylorseer, interval=self.interval, first=self.first_enhance))
-        return Recipe(Policy(gate, self.forecast(), self.guards()), self._scope())
+        return CacheRecipe(Policy(gate, self.forecast(), self.guards()), self._scope())
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """Which steps, of what."""
         what = "the denoiser's output" if self.use_lite_mode else "every attention and feed-forward module"
         return f"{what} is forecast between every {self.interval} steps; steps are known before the loop"

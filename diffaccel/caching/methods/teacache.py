@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from ...core.accelerator import Target
 from ...errors import InvalidOptionError, UnsupportedModelError
-from ..engine import Recipe
+from ..engine import CacheRecipe
 from ..gates.base import MODULATED, TIME, check_threshold
 from ..policy import Policy
-from ..scopes.config import Stack
+from ..scopes.stack import Stack
 from ..tables import PolynomialSet, polynomial_set
 from .base import Extrapolating, checkpoint
 
@@ -49,7 +49,7 @@ class TeaCache(Extrapolating):
             numbers = replace(numbers, observes=TIME if time else MODULATED)
         return numbers
 
-    def recipe(self, target: Target) -> Recipe:
+    def recipe(self, target: Target) -> CacheRecipe:
         """The published gate, warm-up and last steps."""
         numbers = self._numbers(target)
         if numbers.observes not in (MODULATED, TIME):
@@ -65,9 +65,9 @@ class TeaCache(Extrapolating):
             start=max(self.start, numbers.first_steps if share else 0.0),
             last_steps=max(self.last_steps, numbers.last_steps),
         )
-        return Recipe(Policy(numbers.gate(threshold), self.forecast(), guards), Stack(0))
+        return CacheRecipe(Policy(numbers.gate(threshold), self.forecast(), guards), Stack(0))
 
-    def describe(self, recipe: Recipe, target: Target) -> str:
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """Which numbers are used."""
         numbers = self._numbers(target)
         known = "; steps are known before the loop" if numbers.observes == TIME else ""

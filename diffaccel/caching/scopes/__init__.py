@@ -1,1 +1,1 @@
-"""Scopes: which part of the denoiser a reused step leaves out, and what skips it."""
+"""Scopes: which part of the denoiser a reused step leaves out, and the hooks that skip it; a file each."""

@@ -1,25 +1,71 @@
-"""The tap of the scope `Denoiser`: the whole call is answered."""
+"""The scope `Denoiser`: the whole call is answered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from ...core.clock import euler_lengths
 from ...core.compat import leaves
+from ...core.options import GOT, one_of, take, whole
 from ...core.run import Call
+from ...errors import InvalidOptionError
 from ...extrapolation.correction import corrected
-from ..engine import Engine
+from ...extrapolation.forecast import Forecast, Sample
+from ...models.spec import ModelSpec
+from ..engine import Engine, Scope
+from ..gates.base import IN_BLOCKS
 from ..observe import as_tensor, leading
-from ..predictors import Forecast, Sample
+from ..policy import Policy
 from ..step import coordinate
-from .config import Denoiser
-from .stack import StackTap, blocks_of
+from .stack import Stack, StackHooks, blocks_of, unfit_stack
 
 
-class DenoiserTap:
+@dataclass(frozen=True)
+class Denoiser(Scope):
+    """The whole denoiser: nothing of it runs on a reused step, so embedders and the final layer are left out too.
+
+    What is remembered is its output, or with `residual` output minus input (EasyCache); inputs with more channels
+    than the output (image-to-video, inpainting) count with their leading channels, which are the latents. A gate that
+    looks at the blocks has them run up to there (`front` blocks), and the final layer as well. `correct` of 1 to 3
+    is the order with which a computed step makes good what forecasts before it missed (`correction.corrected`):
+    for Euler schedulers, at most one above the forecast's own order.
+    """
+
+    residual: bool = False
+    front: int = 0
+    correct: int = 0
+    takes_samples: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        take(self, whole(0), "front", form=GOT)
+        take(self, one_of(0, 1, 2, 3), "correct", form=GOT)
+        if self.correct and self.residual:
+            raise InvalidOptionError("correct is for forecasts of the output, not of its residual")
+
+    def correction(self) -> int:
+        """The order given as `correct`."""
+        return self.correct
+
+    def unfit(self, policy: Policy, module: torch.nn.Module, spec: ModelSpec) -> str | None:
+        """Any denoiser will do, unless the gate looks at blocks."""
+        if self.correct > policy.predictor.depth:
+            return f"correct={self.correct} needs a forecast of order {self.correct - 1} or more"
+        return unfit_stack(self.front, 0, policy, module, spec) if policy.gate.observes in IN_BLOCKS else None
+
+    def left_out(self, module: torch.nn.Module, spec: ModelSpec) -> list[torch.nn.Module]:
+        """The denoiser, or its blocks behind the front ones where a gate looks at those."""
+        return [module] if self.front == 0 else Stack(self.front).left_out(module, spec)
+
+    def install(self, engine: Engine) -> DenoiserHooks:
+        """Answer whole calls."""
+        return DenoiserHooks(engine, self)
+
+
+class DenoiserHooks:
     """Answers in the denoiser's stead: the forecast output, or input + forecast of (output - input).
 
     Where the gate looks at blocks, the call is under way when it decides: what is left of the stack hands its input
@@ -28,10 +74,10 @@ class DenoiserTap:
 
     def __init__(self, engine: Engine, scope: Denoiser) -> None:
         self.engine, self.scope = engine, scope
-        self.watch: StackTap | None = None
+        self.watch: StackHooks | None = None
         if not engine.at_root:
             count = len(blocks_of(engine.module, engine.spec))
-            self.watch = StackTap(engine, scope.front, count, watch=True)
+            self.watch = StackHooks(engine, scope.front, count, watch=True)
 
     def compute(self) -> None:
         """The call is computed; with `correct`, its output will make good what forecasts before it missed."""

@@ -1,21 +1,23 @@
-"""The tap of the scope `Modules`: attention and feed-forward modules answer from what they said before."""
+"""The scope `Modules`: attention and feed-forward modules answer from what they said before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...core.chain import Hook, compiled_body, install
 from ...core.compat import eager, leaves
+from ...core.options import GOT, take, whole
 from ...core.run import Call
 from ...errors import IncompatibleError
-from ...models.spec import BlockList
-from ..engine import Engine
-from .config import Modules
-from .hooked import Hooked
-from .stack import StackTap, blocks_of
+from ...models.spec import BlockList, ModelSpec
+from ..engine import Engine, Scope
+from ..policy import Policy
+from .stack import StackHooks, blocks_of, unfit_stack
+from .stand_ins import StandIns
 
 # Where a module's tensors lie among all, their dtypes (what is remembered may be wider), and how its output is built.
 Form = tuple[slice, list[torch.dtype], Callable[..., Any]]
@@ -27,17 +29,46 @@ def modules_of(block: torch.nn.Module, row: BlockList) -> list[tuple[str, torch.
     return [(name, module) for name, module in found if isinstance(module, torch.nn.Module)]
 
 
-class _Ear(Hook):
-    """Notes what a module says on a computed step."""
+@dataclass(frozen=True)
+class Modules(Scope):
+    """The attention and feed-forward modules of every block but the first `front`, each remembered by itself.
 
-    def __init__(self, tap: ModuleTap, index: int) -> None:
+    Norms, modulation and residual additions still run on a reused step (TaylorSeer, FORA).
+    """
+
+    front: int = 0
+
+    def __post_init__(self) -> None:
+        take(self, whole(0), "front", form=GOT)
+
+    def unfit(self, policy: Policy, module: torch.nn.Module, spec: ModelSpec) -> str | None:
+        """Needs a card that names the modules."""
+        lacking = [row.attribute for row in spec.stack if not row.modules]
+        if lacking:
+            return f"the card of the family {spec.family} does not name the modules of {', '.join(lacking)}"
+        return unfit_stack(self.front, 0, policy, module, spec)
+
+    def left_out(self, module: torch.nn.Module, spec: ModelSpec) -> list[torch.nn.Module]:
+        """The modules themselves."""
+        blocks = blocks_of(module, spec)[self.front :]
+        return [module for block, row in blocks for _, module in modules_of(block, row)]
+
+    def install(self, engine: Engine) -> ModuleHooks:
+        """Hook the modules."""
+        return ModuleHooks(engine, self)
+
+
+class _OutputRecorder(Hook):
+    """Records what a module gives on a computed step."""
+
+    def __init__(self, hooks: ModuleHooks, index: int) -> None:
         super().__init__()
-        self.tap, self.index = tap, index
+        self.hooks, self.index = hooks, index
 
     @eager
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        if self.tap.engine.computing:
-            self.tap.said[self.index] = output
+        if self.hooks.engine.computing:
+            self.hooks.outputs[self.index] = output
         return output
 
 
@@ -47,14 +78,14 @@ def _blank(like: tuple[torch.Size, torch.dtype, torch.device], main: Any, rows: 
     return torch.zeros((), dtype=dtype, device=device).expand(shape[0] * len(main) // rows, *shape[1:])
 
 
-class ModuleTap(Hooked):
+class ModuleHooks(StandIns):
     """Hooks `modules` and `idle` of every block row (see `models.spec.BlockList`) but the first `front` blocks'."""
 
     def __init__(self, engine: Engine, scope: Modules) -> None:
         super().__init__()
         self.engine = engine
-        self.watch: StackTap | None = None
-        self.said: dict[int, Any] = {}
+        self.watch: StackHooks | None = None
+        self.outputs: dict[int, Any] = {}
         self.idle: list[bool] = []
         blocks = blocks_of(engine.module, engine.spec)
         if any(compiled_body(block) is not None for block, _ in blocks):
@@ -64,10 +95,10 @@ class ModuleTap(Hooked):
             )
         try:
             if not engine.at_root:
-                self.watch = StackTap(engine, scope.front, len(blocks), label=".watch", watch=True)
+                self.watch = StackHooks(engine, scope.front, len(blocks), label=".watch", watch=True)
             for block, row in blocks[scope.front :]:
                 for name, module in modules_of(block, row):
-                    hook = _Ear(self, len(self.links))
+                    hook = _OutputRecorder(self, len(self.links))
                     self.links.append(install(module, hook, engine.name, outermost=True))
                     self.idle.append(name in row.idle)
         except BaseException:
@@ -94,21 +125,21 @@ class ModuleTap(Hooked):
         return lambda *args, **kwargs: repack([_blank(like, self.engine.main, rows) for like in likes])
 
     def release(self, call: Call) -> None:
-        """Give the modules their forwards back; remember what they said on a computed step."""
+        """Give the modules their forwards back; remember what they gave on a computed step."""
         self.put_back()
         if self.watch is not None:
             self.watch.release(call)
-        said, self.said = self.said, {}
+        outputs, self.outputs = self.outputs, {}
         branch = self.engine.branch
         if not self.engine.computing or call.output is None or branch is None:
             return
-        if len(said) < len(self.links):
+        if len(outputs) < len(self.links):
             call.run.note(f"{self.engine.name} stood down in some calls: they leave out some of the blocks' modules")
         else:
             values: list[torch.Tensor] = []
             forms: list[Any] = []
             for index, idle in enumerate(self.idle):
-                tensors, repack = leaves(said[index])
+                tensors, repack = leaves(outputs[index])
                 if idle:
                     forms.append(([(t.shape, t.dtype, t.device) for t in tensors], repack, len(self.engine.main)))
                 else:

@@ -1,4 +1,4 @@
-"""The tap of the scope `Stack`: a range of consecutive blocks whose residual is remembered.
+"""The scope `Stack`: a range of consecutive blocks whose residual is remembered.
 
 On a reused step the blocks of the range hand their inputs through, and the last of them returns
 `what the block before the range gave + the forecast residual`.
@@ -7,18 +7,20 @@ On a reused step the blocks of the range hand their inputs through, and the last
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from ...core.chain import Hook, Link, install
 from ...core.compat import eager
+from ...core.options import GOT, take, whole
 from ...core.run import Call
 from ...models.spec import BlockList, ModelSpec
-from ..engine import Engine
-from ..gates.base import MODULATED, PAIR
-from ..policy import ALL
-from .hooked import Hooked
+from ..engine import Engine, Scope
+from ..gates.base import MODULATED, PAIR, PROBE
+from ..policy import ALL, Policy
+from .stand_ins import StandIns
 
 Streams = dict[str, torch.Tensor]
 
@@ -42,24 +44,72 @@ def pass_through(row: BlockList) -> Callable[..., Any]:
     return lambda *args, **kwargs: tuple(kwargs[name] if name in kwargs else args[at] for name, at in places)
 
 
-class _Mark(Hook):
+@dataclass(frozen=True)
+class Stack(Scope):
+    """The block stack, but for `front` blocks at its start and `back` blocks at its end, which always run.
+
+    What is remembered is the residual of the blocks between, per stream, [B, T, C]; it is added to what the front
+    blocks give at the step at hand. Gates that look at a probe need at least one front block.
+    """
+
+    front: int = 0
+    back: int = 0
+    takes_samples: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        take(self, whole(0), "front", "back", form=GOT)
+
+    def unfit(self, policy: Policy, module: torch.nn.Module, spec: ModelSpec) -> str | None:
+        """Needs blocks between the front ones and the back ones."""
+        return unfit_stack(self.front, self.back, policy, module, spec)
+
+    def left_out(self, module: torch.nn.Module, spec: ModelSpec) -> list[torch.nn.Module]:
+        """The blocks between."""
+        blocks = blocks_of(module, spec)
+        return [block for block, _ in blocks[self.front : len(blocks) - self.back]]
+
+    def install(self, engine: Engine) -> StackHooks:
+        """Hook the blocks."""
+        return StackHooks(engine, self.front, len(blocks_of(engine.module, engine.spec)) - self.back)
+
+
+BEHIND_FIRST_BLOCK = Stack(1)
+
+
+def unfit_stack(front: int, back: int, policy: Policy, module: torch.nn.Module, spec: ModelSpec) -> str | None:
+    """Why the blocks between `front` and `back` ones cannot be left out under this policy, or None."""
+    if not spec.stack:
+        return f"{spec.family}: {spec.no_stack}"
+    if policy.gate.observes in (PROBE, PAIR) and front < 1:
+        return "a gate that looks at a probe needs at least one front block"
+    count = len(blocks_of(module, spec))
+    if front + back >= count:
+        always = f"{front} front and {back} back block(s)" if back else f"{front} front block(s)"
+        return f"{count} block(s), of which {always} always run: nothing would be left to skip"
+    edge = len(getattr(module, spec.stack[0].attribute))
+    if front > edge and any(row.joins for row in spec.stack):
+        return f"front={front} reaches beyond the {edge} {spec.stack[0].attribute}, where the streams are joined"
+    return None
+
+
+class _BlockObserver(Hook):
     """A block at which the engine looks: the first of the model, the last before the range, the last of the range.
 
     Written out in two functions, as every Python call here is one more per step.
     """
 
-    def __init__(self, tap: StackTap, row: BlockList, enter: bool, front: bool, tail: bool) -> None:
+    def __init__(self, hooks: StackHooks, row: BlockList, enter: bool, front: bool, tail: bool) -> None:
         super().__init__()
-        self.tap, self.row, self.enter, self.front, self.tail = tap, row, enter, front, tail
-        self.main, self.alone = tap.engine.spec.stream, len(row.outputs) == 1
+        self.hooks, self.row, self.enter, self.front, self.tail = hooks, row, enter, front, tail
+        self.main, self.alone = hooks.engine.spec.stream, len(row.outputs) == 1
 
     @eager
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tap, engine = self.tap, self.tap.engine
+        hooks, engine = self.hooks, self.hooks.engine
         if self.enter and engine.branch is not None:
-            tap.x = kwargs[self.main] if self.main in kwargs else args[self.row.inputs.index(self.main)]
-            if tap.start == 0:
-                tap.entry = tap.entry_of(inputs_of(self.row, args, kwargs))
+            hooks.x = kwargs[self.main] if self.main in kwargs else args[self.row.inputs.index(self.main)]
+            if hooks.start == 0:
+                hooks.entry = hooks.entry_of(inputs_of(self.row, args, kwargs))
             if engine.open and engine.recipe.policy.gate.observes == MODULATED:
                 assert engine.spec.modulated is not None
                 engine.decide(engine.spec.modulated(module, args, kwargs))
@@ -67,28 +117,28 @@ class _Mark(Hook):
 
     @eager
     def post_forward(self, module: torch.nn.Module, output: Any) -> Any:
-        tap, engine = self.tap, self.tap.engine
+        hooks, engine = self.hooks, self.hooks.engine
         if engine.branch is None or not (self.front or (self.tail and engine.computing)):
             return output
         streams = {self.row.outputs[0]: output} if self.alone else dict(zip(self.row.outputs, output, strict=True))
         if self.front:
-            tap.entry = tap.entry_of(streams) if tap.joins else tuple(map(streams.__getitem__, tap.reads))
+            hooks.entry = hooks.entry_of(streams) if hooks.joins else tuple(map(streams.__getitem__, hooks.reads))
             if engine.open:
-                assert tap.x is not None
+                assert hooks.x is not None
                 y = streams[self.main]
-                engine.decide((y, tap.x) if engine.recipe.policy.gate.observes == PAIR else y - tap.x)
+                engine.decide((y, hooks.x) if engine.recipe.policy.gate.observes == PAIR else y - hooks.x)
         else:
-            values = tuple(map(torch.sub, map(streams.__getitem__, tap.reads), tap.entry))
+            values = tuple(map(torch.sub, map(streams.__getitem__, hooks.reads), hooks.entry))
             if engine.recipe.per_sample:
-                output = tap.mixed(streams, output)
-            tap.sink(values)
+                output = hooks.mixed(streams, output)
+            hooks.sink(values)
         return output
 
 
-class StackTap(Hooked):
+class StackHooks(StandIns):
     """Blocks `start` to `stop` (exclusive) are skipped on a reused step.
 
-    `part` is where this range's streams lie in what the engine remembers. With `watch` the tap only shows the gate
+    `part` is where this range's streams lie in what the engine remembers. With `watch` it only shows the gate
     what it looks at, and remembers nothing.
     """
 
@@ -121,7 +171,7 @@ class StackTap(Hooked):
             enter, front, tail = i == 0 and needs_x, i == self.start - 1, i == last and not self.watch
             inside = self.start <= i < self.stop
             if enter or front or tail:
-                link = install(block, _Mark(self, row, enter, front, tail), self.name, outermost=True)
+                link = install(block, _BlockObserver(self, row, enter, front, tail), self.name, outermost=True)
             elif inside:
                 link = install(block, Hook(), self.name, outermost=True)
             else:
@@ -168,7 +218,7 @@ class StackTap(Hooked):
         several = tuple(new[name] for name in self.last.outputs)
         return several if len(several) > 1 else several[0]
 
-    # ---- the tap ---------------------------------------------------------------------------------------
+    # ---- a call ----------------------------------------------------------------------------------------
 
     @eager
     def skip(self) -> None:

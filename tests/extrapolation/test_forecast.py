@@ -1,23 +1,16 @@
-"""Predictors: what they are exact on, and what they are not."""
+"""Forecasts: what they are exact on, and what they are not."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from diffaccel.caching.predictors import (
-    BASES,
-    REUSE,
-    Forecast,
-    Sample,
-    combine,
-    hermite_polynomial,
-    hermite_weights,
-    ladder_weights,
-    newton_weights,
-)
 from diffaccel.caching.step import Step, coordinate
 from diffaccel.errors import InvalidOptionError
+from diffaccel.extrapolation.forecast import BASES, REUSE, Forecast, Sample, combine
+from diffaccel.extrapolation.hermite import hermite_polynomial, hermite_weights
+from diffaccel.extrapolation.ladder import ladder_weights
+from diffaccel.extrapolation.newton import newton_weights
 
 STEPS = (0.0, 1.0, 4.0, 6.0)  # irregular on purpose
 SIGMAS = (1.0, 0.97, 0.81, 0.66)  # falling, irregular

@@ -6,13 +6,10 @@ Every function returns one flag per step, True = computed; step 0 always is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from ..core.options import GOT, confirm, plain, take_plain, whole
+from ..core.options import GOT, confirm, plain, whole
 from ..errors import InvalidOptionError
-from .gates.base import NOTHING, Gate
-from .step import Ruling, Step
 
 Mask = tuple[bool, ...]
 
@@ -142,50 +139,3 @@ def delta_dit(steps: int, interval: int, switch: int) -> list[str]:
     """
     mask = uniform(steps, interval)
     return ["full" if computed else "rear" if t < switch else "front" for t, computed in enumerate(mask)]
-
-
-# ---- the gate ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class NoState:
-    """A static gate remembers nothing and compares nothing."""
-
-    value: None = None
-
-
-NO_STATE = NoState()
-
-
-@dataclass(frozen=True)
-class ScheduleGate(Gate[NoState]):
-    """Reuses the steps that a schedule names, if they may be.
-
-    Attributes:
-        schedule: a mask, a string, a list of steps (`parse_schedule`), or a function steps -> mask.
-    """
-
-    schedule: Any
-    observes: ClassVar[str] = NOTHING
-
-    def __post_init__(self) -> None:
-        take_plain(self)
-        if not callable(self.schedule):
-            check_form(self.schedule)
-
-    def fit(
-        self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None, begin: int = 0
-    ) -> ScheduleGate:
-        """With the mask for this loop."""
-        if total is None:
-            raise InvalidOptionError("a step schedule needs the number of steps, and this loop does not say it")
-        made = self.schedule(total) if callable(self.schedule) else self.schedule
-        return ScheduleGate(parse_schedule(made, total))
-
-    def start(self) -> NoState:
-        """Nothing."""
-        return NO_STATE
-
-    def decide(self, state: NoState, seen: Any, step: Step, ruling: Ruling = Ruling.FREE) -> tuple[bool, NoState]:
-        """`seen` is not looked at. The gate must have been fitted to the loop."""
-        return (not self.schedule[step.index] if ruling is Ruling.FREE else ruling is Ruling.REUSE), NO_STATE

@@ -1,4 +1,4 @@
-"""Predictors: what a skipped part would have said. Pure functions over a history of computed steps.
+"""Forecasts: what a skipped part would have said. Pure functions over a history of computed steps.
 
 Every basis is a linear combination of the stored tensors: y = sum_k w_k f_k, whose weights are host numbers that
 depend on the coordinates alone. They sum to 1, so a constant is always predicted exactly.
@@ -6,7 +6,6 @@ depend on the coordinates alone. They sum to 1, so a constant is always predicte
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,18 @@ import torch
 
 from ..core.options import GOT, NUMBER, number, one_of, take
 from ..errors import unknown
-from .step import COORDINATES
+from .hermite import hermite_weights
+from .ladder import ladder_weights
+from .newton import newton_weights
+
+COORDINATES = ("sigma", "step", "timestep")
+
+# (coordinates, oldest first; where to predict) -> one weight per coordinate
+BASES: dict[str, Callable[[Sequence[float], float], list[float]]] = {
+    "hermite": hermite_weights,
+    "ladder": ladder_weights,
+    "newton": newton_weights,
+}
 
 
 class Sample(NamedTuple):
@@ -31,90 +41,6 @@ class Sample(NamedTuple):
 new_sample: Callable[[tuple[float, tuple[torch.Tensor, ...], torch.Tensor | None]], Sample] = partial(
     tuple.__new__, Sample
 )
-
-
-def reuse(entry: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """entry + residual: the residual of the last computed step on top of this step's entry, both [B, T, C]."""
-    return entry + residual
-
-
-# ---- weights of one basis: (coordinates, oldest first; where to predict) -> one weight per coordinate --------------
-
-
-def newton_weights(coordinates: Sequence[float], at: float) -> list[float]:
-    """Newton's divided differences: exact on polynomials of degree < n for any spacing of the n coordinates.
-
-    The interpolating polynomial is unique, so its weights are written in Lagrange's form,
-    w_k = prod_{j != k} (at - c_j) / (c_k - c_j). vLLM-Omni's SeaCache extrapolates the same polynomial at order 1.
-    """
-    weights = []
-    for k, own in enumerate(coordinates):
-        weight = 1.0
-        for j, other in enumerate(coordinates):
-            if j != k:
-                weight *= (at - other) / (own - other)
-        weights.append(weight)
-    return weights
-
-
-def _ladder(coordinates: Sequence[float]) -> list[list[float]]:
-    """Row k: weights of the k-th rung F_k at the newest coordinate, with F_k = (F_{k-1} - F_{k-1}^old) / last gap."""
-    count = len(coordinates)
-    rung = [[float(i == j) for j in range(count)] for i in range(count)]  # rung[i]: weights of f_i
-    rows = [rung[-1]]
-    for k in range(1, count):
-        gaps = [coordinates[i] - coordinates[i - 1] for i in range(k, count)]
-        rung = [
-            [(n - o) / gap for n, o in zip(new, old, strict=True)]
-            for new, old, gap in zip(rung[1:], rung[:-1], gaps, strict=True)
-        ]
-        rows.append(rung[-1])
-    return rows
-
-
-def _mix(rows: list[list[float]], factors: Sequence[float]) -> list[float]:
-    return [sum(f * row[j] for f, row in zip(factors, rows, strict=True)) for j in range(len(rows[0]))]
-
-
-def ladder_weights(coordinates: Sequence[float], at: float) -> list[float]:
-    """TaylorSeer's ladder: sum_k F_k d^k / k!, d = at - newest, every F_k divided by the last gap only.
-
-    Agrees with Newton up to order 1; from order 2 on, or with irregular gaps, it is not the Taylor polynomial.
-    Source: TaylorSeer (arXiv 2503.06923), as its code and cache-dit, ParaAttention and diffusers all compute it.
-    """
-    distance = at - coordinates[-1]
-    return _mix(_ladder(coordinates), [distance**k / math.factorial(k) for k in range(len(coordinates))])
-
-
-def hermite_weights(coordinates: Sequence[float], at: float, sigma: float = 0.5) -> list[float]:
-    """HiCache: the ladder's F_k with contracted Hermite polynomials, F_0 + sum_k F_k s^k H_k(s d) / k!.
-
-    H_k are the physicists' polynomials and s = `sigma`. At s = 0.5 the linear term is half of Taylor's, and order 2
-    adds a constant -s^2 F_2. Source: HiCache (arXiv 2508.16984); s = 0.5 published there.
-    """
-    distance = at - coordinates[-1]
-    factors = [1.0] + [
-        sigma**k * hermite_polynomial(k, sigma * distance) / math.factorial(k) for k in range(1, len(coordinates))
-    ]
-    return _mix(_ladder(coordinates), factors)
-
-
-def hermite_polynomial(degree: int, x: float) -> float:
-    """The physicists' H_n(x): H_0 = 1, H_1 = 2x, H_{n+1} = 2x H_n - 2n H_{n-1}."""
-    before, now = 0.0, 1.0
-    for n in range(degree):
-        before, now = now, 2 * x * now - 2 * n * before
-    return now
-
-
-BASES: dict[str, Callable[[Sequence[float], float], list[float]]] = {
-    "hermite": hermite_weights,
-    "ladder": ladder_weights,
-    "newton": newton_weights,
-}
-
-
-# ---- tensors -------------------------------------------------------------------------------------------------------
 
 
 def combine(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What taps share: links into forward chains, and stand-ins for the length of one call."""
+"""What the hooks of scopes share: links into forward chains, and stand-ins for the length of one call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...core.chain import Link
 from ...core.compat import eager
 
 
-class Hooked:
+class StandIns:
     """Some hooks of ours, kept outermost, whose modules can be stood in for until the call is over."""
 
     def __init__(self) -> None:

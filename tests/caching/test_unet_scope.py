@@ -1,12 +1,12 @@
-"""The tap of DeepCache: a U-Net's shallow part on the true deep feature is the whole U-Net, bit for bit."""
+"""The scope of DeepCache: a U-Net's shallow part on the true deep feature is the whole U-Net, bit for bit."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from diffaccel.caching.predictors import Forecast
 from diffaccel.caching.scopes.unet import branches_of
+from diffaccel.extrapolation.forecast import Forecast
 from diffaccel.models.cards.sdxl import CARD, PARTS
 from tests import tiny
 from tests.caching.unets import FREEU, ByHand, Driven, calls_of, computed, deep, inputs_of, pipeline, unet_of

@@ -1,0 +1,130 @@
+"""What a cache keeps of one guidance branch of one denoiser in one loop, and when a loop must do without a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..core.run import Call, Run
+from ..errors import InvalidOptionError
+from .grouped import GroupedPolicy, groups_of
+from .observe import Observer
+from .policy import Foreseen, Memory, Policy, foresee, half_of
+
+Form = tuple[Any, ...]  # shapes, dtypes and devices of the denoiser's main input, which must not change within a loop
+
+
+class BranchState:
+    """One guidance branch of one denoiser in one loop. `policy` is fitted to both; `memory` is all it remembers.
+
+    Attributes:
+        loop, form: a branch is begun anew when either changes.
+        bytes: what `memory` holds.
+        template: structure of what the scope remembers, for the hooks that answer in its stead.
+        foreseen: the decisions of the whole loop, where they are known before it.
+        missed: (index, coordinate) of reused steps since a computed one, for corrections.
+    """
+
+    __slots__ = (
+        "bytes", "foreseen", "form", "loop", "memory", "missed", "observer", "policy", "template",
+    )  # fmt: skip
+
+    def __init__(self, loop: int, form: Form) -> None:
+        self.loop, self.form = loop, form
+        self.bytes = 0
+        self.template: Any = None
+        self.foreseen: Foreseen | None = None
+        self.missed: tuple[tuple[int, float], ...] = ()
+        self.policy: Policy | GroupedPolicy
+        self.observer: Observer
+        self.memory: Memory
+
+
+def form_of_list(main: Sequence[torch.Tensor]) -> Form:
+    """What must not change within a loop: shapes, dtypes and devices of the pictures of a batch."""
+    return tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in main)
+
+
+def why_loop_stands_down(policy: Policy, run: Run) -> str | None:
+    """Why the loop that begins is computed in full, or None. Host data only; reads the schedule where it is wanted."""
+    reason = policy.guards.stands_down(run.total)
+    if reason is None and torch.is_grad_enabled():
+        reason = "gradients are enabled (wrap the loop in torch.no_grad())"
+    if reason is None and getattr(run.scheduler, "order", 1) > 1:
+        order = run.scheduler.order
+        reason = f"{type(run.scheduler).__name__} is of order {order}: its noise levels go back and forth"
+    if reason is None and policy.reads_schedule and not _has_levels(policy, run):
+        reason = f"{type(run.scheduler).__name__} gives no noise levels, which this cache needs"
+    if reason is None and policy.gate.reads_schedule:
+        reason = policy.gate.unfit(run.schedule()[1])
+    return reason
+
+
+def _has_levels(policy: Policy, run: Run) -> bool:
+    timesteps, sigmas = run.schedule()
+    wants_timesteps = policy.predictor.coordinate == "timestep"
+    return bool(timesteps) and (bool(sigmas) or (wants_timesteps and not policy.gate.reads_schedule))
+
+
+def fitted(policy: Policy, name: str, run: Run, branch: str, sigmas: tuple[float, ...] | None) -> Policy:
+    """The policy for one loop and branch; `name` is the lever's, for what a misfit says."""
+    try:
+        return policy.fit(run.total, branch, sigmas, run.begin)
+    except InvalidOptionError as error:
+        raise InvalidOptionError(f"{name}: {error}") from None
+
+
+def new_branch(call: Call, form: Form, policy: Policy, per_sample: bool, observer: Observer) -> BranchState:
+    """State for a branch in a loop, with nothing remembered yet. `policy` is fitted."""
+    branch = BranchState(call.loop, form)
+    branch.policy, branch.observer = policy, observer
+    if per_sample and not policy.static:
+        branch.policy = GroupedPolicy.of(policy, groups_of(form[0][0], _doubled(call)))
+    branch.memory = branch.policy.start()
+    return branch
+
+
+def foresee_loop(branch: BranchState, run: Run, sigmas: tuple[float, ...] | None) -> None:
+    """Decide the whole loop beforehand, where the gate looks at nothing that the loop makes."""
+    policy = branch.policy
+    if isinstance(policy, Policy) and policy.static and run.total is not None:
+        branch.foreseen = foresee(policy, run.total, branch.observer.times, sigmas or ())
+
+
+def forget_earlier_experts(states: dict[tuple[str, str], BranchState], call: Call) -> None:
+    """An expert whose noise levels are over is not asked again: what it remembers goes."""
+    for key in [k for k, old in states.items() if k[0] != call.component and old.memory.last < call.step]:
+        del states[key]
+
+
+def mirror_half(
+    states: dict[tuple[str, str], BranchState],
+    key: tuple[str, str],
+    whole: BranchState,
+    half: slice,
+    fit: Callable[[], Policy],
+) -> None:
+    """A doubled batch was run: what its rows `half` remember, calls on that half alone go on from.
+
+    `key` names the state of such calls, begun with the policy that `fit` makes where there is none of this loop.
+    """
+    shape, *rest = whole.form
+    form = (torch.Size((half.stop - half.start, *shape[1:])), *rest)
+    branch = states.get(key)
+    if branch is None or branch.loop != whole.loop or branch.form != form:
+        branch = states[key] = BranchState(whole.loop, form)
+        branch.policy, branch.observer, branch.foreseen = fit(), whole.observer, whole.foreseen
+    branch.memory, branch.template = half_of(whole.memory, shape[0], half), whole.template
+    branch.missed = whole.missed
+
+
+def _doubled(call: Call) -> bool:
+    """Does this call hold both guidance branches? Pipelines may name it so without guidance."""
+    return call.branch == "cond_uncond" and bool(getattr(call.run.pipe, "do_classifier_free_guidance", True))
+
+
+def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first argument, which carries the latents."""
+    return args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
