@@ -38,9 +38,9 @@ def one(name: str) -> dict[str, Any]:
 
     from diffaccel import accelerate
     from diffaccel.models.registry import lookup
-    from diffaccel.offload.components import parts
-    from diffaccel.offload.stage.peak import Placement, predict
-    from diffaccel.offload.stage.residency import trim
+    from diffaccel.offload.components import component_sizes
+    from diffaccel.offload.host_memory import trim_heap
+    from diffaccel.offload.stage.peak import Placement, predict_peak
     from tests import tiny
     from tests.offload.placement_worker import MIB, bytes_in_memory, medium, reset_peak, status
 
@@ -53,7 +53,7 @@ def one(name: str) -> dict[str, Any]:
     pipe = medium()
     placement = Placement("disk" if options else "device", options.get("offload_in_turn", False))
     kept = options.get("offload_text_cache_bytes", 0)
-    predicted = predict(parts(pipe, lookup(pipe)), placement, "cpu", kept_bytes=kept)
+    predicted = predict_peak(component_sizes(pipe, lookup(pipe)), placement, "cpu", kept_bytes=kept)
     started = time.perf_counter()
     if options:
         accelerate(pipe, None, strict=True, **options)
@@ -62,7 +62,7 @@ def one(name: str) -> dict[str, Any]:
     for component in ("text_encoder_2", "transformer", "vae"):
         inner = [m for m in getattr(pipe, component).modules() if next(m.parameters(recurse=False), None) is not None]
         inner[-1].register_forward_hook(lambda *_: live.append(bytes_in_memory(pipe)))
-    trim()
+    trim_heap()
     reset_peak()
     for number in ("first", "second"):
         started = time.perf_counter()

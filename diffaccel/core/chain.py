@@ -263,10 +263,19 @@ def around_forward(module: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 def stood_in_for(link: Link) -> bool:
     """Does a hook above `link` answer in the module's stead at present, so that what lies below will not run?"""
-    refs = link.registry._fn_refs
-    chain = {id(fn) for fn in forward_chain(link.module)}
+    refs = vars(link.owner)[REGISTRY]._fn_refs
     above = refs[refs.index(link.hook.fn_ref) + 1 :]
-    return any(id(ref.body if isinstance(ref, _AroundReference) else ref.forward) not in chain for ref in above)
+    if not above:
+        return False
+    chain: set[int] = set()
+    fn: Any = link.module.forward  # as `forward_chain`, without calls: offload asks at every block
+    while fn is not None:
+        chain.add(id(fn))
+        fn = getattr(fn, "__wrapped__", None)
+    for ref in above:  # noqa: SIM110
+        if id(ref.body if isinstance(ref, _AroundReference) else ref.forward) not in chain:
+            return True
+    return False
 
 
 class _ContextProbe(StateManager):

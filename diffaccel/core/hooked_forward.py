@@ -17,10 +17,10 @@ from .chain import around_forward
 HF_HOOK = "_hf_hook"  # set by accelerate's add_hook_to_module
 
 
-class LetIn:
-    """A forward pre-hook of ours that lets weights in: it neither sees nor changes what is computed.
+class LoadHook:
+    """A forward pre-hook of ours that loads weights: it neither sees nor changes what is computed.
 
-    Where the component as a whole was let in before, a module's work can be done past it.
+    Where the component as a whole was loaded before, a module's work can be done past it.
     """
 
     def __init__(self, act: Callable[[tuple[Any, ...]], None]) -> None:
@@ -31,9 +31,9 @@ class LetIn:
 
 
 def watched(module: torch.nn.Module) -> bool:
-    """Does the module carry forward hooks other than `LetIn`?"""
+    """Does the module carry forward hooks other than `LoadHook`?"""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not isinstance(hook, LetIn) for hook in hooks)
+    return any(not isinstance(hook, LoadHook) for hook in hooks)
 
 
 def inside(module: torch.nn.Module, body: Callable[..., Any], *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A pipeline's components as units that move: which share weights, and at which moment of a run each is needed."""
+"""A pipeline's components as groups that move: which share weights, and at which moment of a run each is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..core.compat import unwrap_module
 from ..errors import InvalidOptionError
 from ..models.spec import ModelSpec
 from .packing import pack, tensors_of
-from .stage.peak import Part
+from .stage.peak import Component
 from .stage.residency import Group
 
 # Names of components in diffusers, by the moment they work in; what is in neither list and no denoiser encodes.
@@ -49,7 +49,7 @@ def is_text_encoder(name: str) -> bool:
     return name.startswith("text_encoder")
 
 
-def groups(pipe: Any, keep: Collection[str] = ()) -> list[list[tuple[str, torch.nn.Module]]]:
+def sharing(pipe: Any, keep: Collection[str] = ()) -> list[list[tuple[str, torch.nn.Module]]]:
     """Components in groups that share weights; a group with a kept component is left out as a whole."""
     made: list[tuple[list[tuple[str, torch.nn.Module]], set[tuple[str, int]]]] = []
     for name, module in modules_of(pipe):
@@ -62,29 +62,29 @@ def groups(pipe: Any, keep: Collection[str] = ()) -> list[list[tuple[str, torch.
     return [members for members, _ in made if not any(name in keep for name, _ in members)]
 
 
-def units(pipe: Any, spec: ModelSpec, keep: Collection[str] = ()) -> list[Group]:
+def component_groups(pipe: Any, spec: ModelSpec, keep: Collection[str] = ()) -> list[Group]:
     """What moves, in the order of the pipeline's components."""
     made = []
-    for members in groups(pipe, keep):
+    for members in sharing(pipe, keep):
         names = tuple(name for name, _ in members)
         stages = {stage_of(name, spec) for name in names}
         stage = stages.pop() if len(stages) == 1 else "denoise"  # shared between moments: with the denoiser
         modules = tuple({id(m): unwrap_module(m) for _, m in members}.values())
-        unit = Group(names, modules, stage, any(name in spec.denoisers for name in names))
-        unit.size_bytes, unit.marked = bytes_of(unit.tensors()), any(is_text_encoder(name) for name in names)
-        if unit.size_bytes:
-            made.append(unit)
+        group = Group(names, modules, stage, any(name in spec.denoisers for name in names))
+        group.size_bytes, group.fingerprinted = bytes_of(group.tensors()), any(is_text_encoder(name) for name in names)
+        if group.size_bytes:
+            made.append(group)
     return made
 
 
-def parts(pipe: Any, spec: ModelSpec, keep: Collection[str] = ()) -> list[Part]:
+def component_sizes(pipe: Any, spec: ModelSpec, keep: Collection[str] = ()) -> list[Component]:
     """The same as sizes, for predictions; kept components are there "always"."""
-    moving = units(pipe, spec, keep)
-    found = [Part(unit.name, unit.stage, unit.size_bytes, unit.alternates) for unit in moving]
-    names = {name for unit in moving for name in unit.names}
+    moving = component_groups(pipe, spec, keep)
+    found = [Component(group.name, group.stage, group.size_bytes, group.alternates) for group in moving]
+    names = {name for group in moving for name in group.names}
     still = [module for name, module in modules_of(pipe) if name not in names]
     rest = bytes_of(pair for module in still for pair in tensors_of(unwrap_module(module)))
-    return [*found, Part("kept", "always", rest)] if rest else found
+    return [*found, Component("kept", "always", rest)] if rest else found
 
 
 def bytes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:

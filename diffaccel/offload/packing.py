@@ -23,7 +23,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """One tensor of a parcel: `begin` is the byte at which it starts, in the chunk it lies in."""
+    """One tensor of some packed tensors: `begin` is the byte at which it starts, in the chunk it lies in."""
 
     name: str
     tensor: torch.Tensor
@@ -42,12 +42,12 @@ class View:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """A stretch of memory that one tensor, or several that overlap, lie in; `offset` is its place in the parcel."""
+    """A stretch of memory that one tensor, or several that overlap, lie in; `offset` is where it is packed."""
 
     offset: int
     nbytes: int
     source: torch.Tensor  # uint8, flat
-    home: torch.device
+    origin: torch.device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class PackedTensors:
     The offset of a chunk modulo ALIGN is that of the address it came from, so that kernels compute the same bits.
     """
 
-    slots: tuple[View, ...]
+    views: tuple[View, ...]
     chunks: tuple[Chunk, ...]
     nbytes: int
 
@@ -82,9 +82,20 @@ def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for path, child in module.named_modules():
-        for name, tensor in own_tensors(child):
-            for inner_name, inner in plain_tensors(f"{path}.{name}" if path else name, tensor):
-                found.setdefault(id(inner), (inner_name, inner))
+        for table in (child._parameters, child._buffers):
+            for name, tensor in table.items():
+                if tensor is None or id(tensor) in found:
+                    continue
+                full = f"{path}.{name}" if path else name
+                # The common case without a generator: every run asks for every weight of its blocks.
+                if type(tensor) in PLAIN and tensor.layout == torch.strided and tensor.device.type != "meta":
+                    odd = tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference()
+                    if not odd and tensor.numel():
+                        found[id(tensor)] = (full, tensor)
+                    if not odd:
+                        continue
+                for inner_name, inner in plain_tensors(full, tensor):
+                    found.setdefault(id(inner), (inner_name, inner))
     return list(found.values())
 
 
@@ -126,13 +137,13 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @host_edit
-def pack(tensors: Iterable[tuple[str, torch.Tensor]], home: torch.device | None = None) -> PackedTensors:
-    """Lay tensors out as a parcel; those that overlap in memory go on overlapping.
+def pack(tensors: Iterable[tuple[str, torch.Tensor]], origin: torch.device | None = None) -> PackedTensors:
+    """Lay tensors out one behind the other; those that overlap in memory go on overlapping.
 
-    `home` is the device they are to go back to one day, in place of the one they are on.
+    `origin` is the device they are to go back to one day, in place of the one they are on.
     """
     rows = [(str(t.device), *span(t), at, name, t) for at, (name, t) in enumerate(tensors)]
-    slots: list[View] = []
+    views: list[View] = []
     chunks: list[Chunk] = []
     offset = 0
     for cluster in sorted(_overlapping(rows), key=lambda found: min(row[3] for row in found)):
@@ -140,11 +151,11 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], home: torch.device | None 
         for _, low, _, _, name, tensor in cluster:
             if (low - begin) % tensor.element_size():
                 raise IncompatibleError(f"{name} overlaps another tensor at an address that is not its own multiple")
-            slots.append(View(name, tensor, len(chunks), low - begin, tensor.dtype, tensor.shape, tensor.stride()))
+            views.append(View(name, tensor, len(chunks), low - begin, tensor.dtype, tensor.shape, tensor.stride()))
         at = aligned(offset) + begin % ALIGN
-        chunks.append(Chunk(at, end - begin, _bytes(first, end - begin), home or first.device))
+        chunks.append(Chunk(at, end - begin, _bytes(first, end - begin), origin or first.device))
         offset = at + end - begin
-    return PackedTensors(tuple(slots), tuple(chunks), aligned(offset))
+    return PackedTensors(tuple(views), tuple(chunks), aligned(offset))
 
 
 def _overlapping(rows: Iterable[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:

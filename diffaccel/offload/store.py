@@ -1,6 +1,6 @@
 """Where the weights of blocks that are not resident lie: files of a private folder, or pinned host memory.
 
-Either way a stored parcel is a mapping that tensors can point into: weights that are away stay readable and
+Either way what is stored is a mapping that tensors can point into: evicted weights stay readable and
 writable (`state_dict`, `save_pretrained`, `load_state_dict`, a fused LoRA), and what is written there is what the
 next read brings. Files are mapped shared, so that an edit goes to the file; no file is ever taken up again.
 """
@@ -22,6 +22,7 @@ import torch
 
 from ..core.compat import host_edit
 from ..errors import BudgetError, DiffaccelError, InvalidOptionError
+from .host_memory import private_mapping, read_file
 from .packing import ALIGN, Chunk, PackedTensors, View
 
 try:
@@ -40,30 +41,30 @@ DTYPES = {
 
 
 class StoredTensors:
-    """One stored parcel. `flat` is its memory (uint8, on the host), gaps between chunks included."""
+    """Packed tensors as they are stored. `flat` is its memory (uint8, on the host), gaps between chunks included."""
 
     def __init__(
-        self, parcel: PackedTensors, area: Any, base: int, fd: int | None = None, path: Path | None = None
+        self, packed: PackedTensors, area: Any, base: int, fd: int | None = None, path: Path | None = None
     ) -> None:
-        self.slots, self.nbytes = parcel.slots, parcel.nbytes
-        self.layout = [(chunk.offset, chunk.nbytes, chunk.home) for chunk in parcel.chunks]
+        self.views, self.nbytes = packed.views, packed.nbytes
+        self.layout = [(chunk.offset, chunk.nbytes, chunk.origin) for chunk in packed.chunks]
         self.fd, self.path, self.base = fd, path, base
-        self.flat = torch.frombuffer(area, dtype=torch.uint8, count=parcel.nbytes, offset=base)
+        self.flat = torch.frombuffer(area, dtype=torch.uint8, count=packed.nbytes, offset=base)
         # One storage per chunk, so that a file of the model written meanwhile does not think them one tensor.
         chunks = [torch.frombuffer(area, dtype=torch.uint8, count=n, offset=base + at) for at, n, _ in self.layout]
-        self.parked = [slot.on(chunks[slot.chunk]) for slot in parcel.slots]
+        self.mapped = [view.on(chunks[view.chunk]) for view in packed.views]
         self.unpin: weakref.finalize[..., Any] | None = None
 
     def holds(self, index: int) -> bool:
-        """Does the tensor of slot `index` still point here, in the form it was stored in?"""
-        tensor, parked = self.slots[index].tensor, self.parked[index]
-        same = tensor.data_ptr() == parked.data_ptr() and tensor.dtype == parked.dtype
-        return same and tensor.shape == parked.shape and tensor.stride() == parked.stride()
+        """Does the tensor of view `index` still point here, in the form it was stored in?"""
+        tensor, mapped = self.views[index].tensor, self.mapped[index]
+        same = tensor.data_ptr() == mapped.data_ptr() and tensor.dtype == mapped.dtype
+        return same and tensor.shape == mapped.shape and tensor.stride() == mapped.stride()
 
-    def park(self) -> None:
+    def evict(self) -> None:
         """Point the tensors here."""
-        for slot, parked in zip(self.slots, self.parked, strict=True):
-            slot.tensor.data = parked
+        for view, mapped in zip(self.views, self.mapped, strict=True):
+            view.tensor.data = mapped
 
     @host_edit
     def give_back(self, keep: set[int] | None = None) -> None:
@@ -71,16 +72,16 @@ class StoredTensors:
 
         `keep` are ids of the tensors to do this for; None: all.
         """
-        chosen = [i for i, s in enumerate(self.slots) if self.holds(i) and (keep is None or id(s.tensor) in keep)]
+        chosen = [i for i, s in enumerate(self.views) if self.holds(i) and (keep is None or id(s.tensor) in keep)]
         fresh: dict[int, torch.Tensor] = {}
         for index in chosen:
-            slot = self.slots[index]
-            at, nbytes, device = self.layout[slot.chunk]
-            if slot.chunk not in fresh:
+            view = self.views[index]
+            at, nbytes, device = self.layout[view.chunk]
+            if view.chunk not in fresh:
                 lead = at % ALIGN
-                fresh[slot.chunk] = torch.empty(lead + nbytes, dtype=torch.uint8, device=device)[lead:]
-                fresh[slot.chunk].copy_(self.flat[at : at + nbytes])
-            slot.tensor.data = slot.on(fresh[slot.chunk])
+                fresh[view.chunk] = torch.empty(lead + nbytes, dtype=torch.uint8, device=device)[lead:]
+                fresh[view.chunk].copy_(self.flat[at : at + nbytes])
+            view.tensor.data = view.on(fresh[view.chunk])
 
     def read(self, into: memoryview) -> None:
         """Bring all bytes into host memory; lets other threads run meanwhile.
@@ -90,12 +91,7 @@ class StoredTensors:
         if self.fd is None:
             torch.frombuffer(into, dtype=torch.uint8).copy_(self.flat)
             return
-        done = 0
-        while done < self.nbytes:
-            count = os.preadv(self.fd, [into[done:]], self.base + done)
-            if not count:
-                raise DiffaccelError(f"offload: {self.path} was cut short by somebody: its weights are lost")
-            done += count
+        read_file(self.fd, into[: self.nbytes], self.base, self.path)
 
     def close(self) -> None:
         """Delete the file, or let the memory go. Tensors that still point here keep what they see."""
@@ -109,9 +105,9 @@ class StoredTensors:
 
 
 class Store(Protocol):
-    """What keeps parcels."""
+    """What keeps packed tensors."""
 
-    def put(self, parcel: PackedTensors, label: str) -> StoredTensors:
+    def put(self, packed: PackedTensors, label: str) -> StoredTensors:
         """Store a copy; the tensors are not touched. Raises with nothing left behind."""
 
     def close(self) -> None:
@@ -128,18 +124,17 @@ class HostStore:
     def __init__(self, pin: bool) -> None:
         self.pin = pin
 
-    def put(self, parcel: PackedTensors, label: str) -> StoredTensors:
+    def put(self, packed: PackedTensors, label: str) -> StoredTensors:
         """A flat copy in memory of its own."""
-        private = {} if os.name == "nt" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-        box = StoredTensors(parcel, mmap.mmap(-1, max(parcel.nbytes, 1), **private), 0)
-        for chunk in parcel.chunks:
-            box.flat[chunk.offset : chunk.offset + chunk.nbytes].copy_(chunk.source)
+        stored = StoredTensors(packed, private_mapping(packed.nbytes), 0)
+        for chunk in packed.chunks:
+            stored.flat[chunk.offset : chunk.offset + chunk.nbytes].copy_(chunk.source)
         if self.pin:
-            box.unpin = _page_lock(box.flat)
-        return box
+            stored.unpin = _page_lock(stored.flat)
+        return stored
 
     def close(self) -> None:
-        """Boxes own their memory."""
+        """Stored tensors own their memory."""
 
 
 def _page_lock(flat: torch.Tensor) -> weakref.finalize[..., Any]:
@@ -154,7 +149,7 @@ def _page_lock(flat: torch.Tensor) -> weakref.finalize[..., Any]:
 
 
 class DiskStore:
-    """One safetensors file per parcel, named after its content, in a folder that no other store uses.
+    """One safetensors file per set of packed tensors, named after its content, in a folder that no other store uses.
 
     The folder goes with the store, at the latest when Python ends. What a killed process left in `parent` is
     cleared away by the next store made there.
@@ -172,12 +167,12 @@ class DiskStore:
         self._remove = weakref.finalize(self, _clear, self.folder, self._lock, os.getpid())
         self.count = 0
 
-    def put(self, parcel: PackedTensors, label: str) -> StoredTensors:
+    def put(self, packed: PackedTensors, label: str) -> StoredTensors:
         """Write, read back, compare, and only then give the file its name."""
-        head = _header(parcel, label)
+        head = _header(packed, label)
         draft = self.folder / "draft"
         try:
-            name = f"{self.count:04d}-{_write(draft, parcel, head)}.safetensors"
+            name = f"{self.count:04d}-{_write(draft, packed, head)}.safetensors"
             path = self.folder / name
             os.replace(draft, path)
             fd = os.open(path, os.O_RDWR)
@@ -185,13 +180,13 @@ class DiskStore:
             draft.unlink(missing_ok=True)
             free = shutil.disk_usage(self.parent).free
             raise BudgetError(
-                f"offload_folder={str(self.parent)!r}: could not write the {parcel.nbytes} bytes of {label} ({error}; "
+                f"offload_folder={str(self.parent)!r}: could not write the {packed.nbytes} bytes of {label} ({error}; "
                 f"{free} bytes are free there)"
             ) from None
         try:
             area = mmap.mmap(fd, 0)
-            box = StoredTensors(parcel, area, len(head), fd, path)
-            _compare(box, parcel)
+            stored = StoredTensors(packed, area, len(head), fd, path)
+            _compare(stored, packed)
             if hasattr(mmap, "MADV_DONTNEED"):
                 area.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: the file's pages need not stay for our sake
         except BaseException as error:
@@ -203,23 +198,23 @@ class DiskStore:
                 ) from None
             raise
         self.count += 1
-        return box
+        return stored
 
     def close(self) -> None:
         """Remove the folder."""
         self._remove()
 
 
-def _header(parcel: PackedTensors, label: str) -> bytes:
+def _header(packed: PackedTensors, label: str) -> bytes:
     """A safetensors header as long as whole pages; the gaps between chunks are entries of their own."""
     entries: dict[str, Any] = {"__metadata__": {"made_by": "diffaccel layerwise offload", "block": label}}
     at = 0
-    for index, chunk in enumerate(parcel.chunks):
+    for index, chunk in enumerate(packed.chunks):
         _gap(entries, at, chunk.offset)
-        name, dtype, shape = _entry(parcel, index, chunk)
+        name, dtype, shape = _entry(packed, index, chunk)
         at = chunk.offset + chunk.nbytes
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [chunk.offset, at]}
-    _gap(entries, at, parcel.nbytes)
+    _gap(entries, at, packed.nbytes)
     text = json.dumps(entries).encode()
     padded = -(-(len(text) + 8) // PAGE) * PAGE - 8
     return padded.to_bytes(8, "little") + text.ljust(padded)
@@ -230,37 +225,37 @@ def _gap(entries: dict[str, Any], begin: int, end: int) -> None:
         entries[f"gap.{begin}"] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
 
 
-def _entry(parcel: PackedTensors, index: int, chunk: Chunk) -> tuple[str, str, list[int]]:
-    slots: list[View] = [slot for slot in parcel.slots if slot.chunk == index]
-    first = slots[0]
-    if len(slots) == 1 and first.dtype in DTYPES and first.tensor.is_contiguous():
+def _entry(packed: PackedTensors, index: int, chunk: Chunk) -> tuple[str, str, list[int]]:
+    views: list[View] = [view for view in packed.views if view.chunk == index]
+    first = views[0]
+    if len(views) == 1 and first.dtype in DTYPES and first.tensor.is_contiguous():
         return first.name, DTYPES[first.dtype], list(first.size)
     return f"{first.name}.bytes", "U8", [chunk.nbytes]
 
 
-def _write(path: Path, parcel: PackedTensors, head: bytes) -> str:
+def _write(path: Path, packed: PackedTensors, head: bytes) -> str:
     """Write a file to the end, onto the disk; returns the hash of what it holds."""
     digest = hashlib.blake2b(head, digest_size=16)
     with open(path, "xb") as file:
         file.write(head)
         at = 0
-        for chunk in parcel.chunks:
+        for chunk in packed.chunks:
             file.write(bytes(chunk.offset - at))
             data = chunk.source.cpu().numpy().data
             digest.update(data)
             file.write(data)
             at = chunk.offset + chunk.nbytes
-        file.write(bytes(parcel.nbytes - at))
+        file.write(bytes(packed.nbytes - at))
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
 
 
-def _compare(box: StoredTensors, parcel: PackedTensors) -> None:
-    for chunk in parcel.chunks:
-        if not torch.equal(box.flat[chunk.offset : chunk.offset + chunk.nbytes], chunk.source.cpu()):
+def _compare(stored: StoredTensors, packed: PackedTensors) -> None:
+    for chunk in packed.chunks:
+        if not torch.equal(stored.flat[chunk.offset : chunk.offset + chunk.nbytes], chunk.source.cpu()):
             raise DiffaccelError(
-                f"offload: {box.path} does not hold what was written to it; the weights stay in memory"
+                f"offload: {stored.path} does not hold what was written to it; the weights stay in memory"
             )
 
 

@@ -29,8 +29,9 @@ class Buffer:
         self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.ready: Ticket | None = None
         self.left: Any = None  # CUDA event: the last kernel that used it was queued
-        self.versions: list[int] = []  # of the stored tensors when the load began
-        self.views: dict[int, list[torch.Tensor]] = {}  # per block: its tensors in this buffer
+        self.nbytes = nbytes
+        self.versions: list[int] | None = None  # of the stored tensors when the load began
+        self.views: dict[tuple[int, int], list[torch.Tensor]] = {}  # per block and generation: its tensors in here
 
 
 class TransferStream(Protocol):
@@ -80,9 +81,9 @@ class ThreadTransfer:
 
 
 def read(load: Load, memory: memoryview) -> None:
-    """Bring every box to its place."""
-    for box, at in load:
-        box.read(memory[at : at + box.nbytes])
+    """Bring every stored to its place."""
+    for stored, at in load:
+        stored.read(memory[at : at + stored.nbytes])
 
 
 class CudaTransfer:
@@ -132,9 +133,9 @@ class CudaTransfer:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             if buffer.left is not None:
                 self.stream.wait_event(buffer.left)
-            for box, at in load:
-                source = box.flat if staging is None else staging[at : at + box.nbytes]
-                buffer.data[at : at + box.nbytes].copy_(source, non_blocking=True)
+            for stored, at in load:
+                source = stored.flat if staging is None else staging[at : at + stored.nbytes]
+                buffer.data[at : at + stored.nbytes].copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self.stream)
         return event

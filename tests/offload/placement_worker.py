@@ -20,8 +20,8 @@ import transformers
 
 from diffaccel import accelerate
 from diffaccel.models.registry import lookup
-from diffaccel.offload.components import parts
-from diffaccel.offload.stage.peak import Placement, predict
+from diffaccel.offload.components import component_sizes
+from diffaccel.offload.stage.peak import Placement, predict_peak
 from tests import tiny
 from tests.models.families.parts import flow
 
@@ -106,7 +106,9 @@ def main(how: str) -> None:
     torch.manual_seed(0)
     pipe = medium()
     spec = lookup(pipe)
-    predicted = predict(parts(pipe, spec), Placement("disk" if how == "stage" else "device"), "cpu", kept_bytes=MIB)
+    predicted = predict_peak(
+        component_sizes(pipe, spec), Placement("disk" if how == "stage" else "device"), "cpu", kept_bytes=MIB
+    )
     if how == "stage":
         accelerate(pipe, None, strict=True, offload="stage", offload_text_cache_bytes=MIB)
         limit = pipe.acceleration.plan.item("offload.stage").predicted["host_gib"]

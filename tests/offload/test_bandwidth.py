@@ -12,6 +12,7 @@ from diffaccel.offload.bandwidth import (
     Bandwidth,
     Layer,
     break_even_tokens,
+    host_bandwidth,
     sentence,
     table,
     transformer_flops,
@@ -19,7 +20,6 @@ from diffaccel.offload.bandwidth import (
 )
 from diffaccel.offload.layerwise.blocks import work_per_token
 from diffaccel.offload.layerwise.partition import by_bytes, by_layers, divide, spread
-from diffaccel.offload.links import host_bandwidth
 from tests import tiny
 
 RTX_4090 = Bandwidth(25e9, 120e12)

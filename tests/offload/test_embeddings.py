@@ -11,7 +11,15 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from diffaccel.errors import InvalidOptionError
-from diffaccel.offload.stage.embeddings import FileStore, Kept, MemoryStore, Unkeepable, key_of, pack, unpack
+from diffaccel.offload.stage.embeddings import (
+    FileStore,
+    MemoryStore,
+    PackedOutput,
+    Unkeepable,
+    key_of,
+    pack_output,
+    unpack_output,
+)
 
 
 def output(seed: int = 0) -> BaseModelOutputWithPooling:
@@ -42,22 +50,22 @@ def same(a: Any, b: Any) -> bool:
     ids=["output", "tuple", "list", "tensor"],
 )
 def test_what_is_put_in_comes_back(value: Any, tmp_path: Path) -> None:
-    kept = pack(value)
-    assert same(unpack(kept), value)
+    kept = pack_output(value)
+    assert same(unpack_output(kept), value)
     files = FileStore(tmp_path)
     files.put("key", kept)
     found = FileStore(tmp_path).get("key")
-    assert found is not None and same(unpack(found), value)
+    assert found is not None and same(unpack_output(found), value)
 
 
 def test_every_answer_is_its_own_copy() -> None:
     """A pipeline may write into what it gets, and into what the encoder returned, without touching the store."""
     given = output()
-    kept = pack(given)
+    kept = pack_output(given)
     given.last_hidden_state.zero_()
-    first = unpack(kept)
+    first = unpack_output(kept)
     first.last_hidden_state.add_(1)
-    assert same(unpack(kept), output())
+    assert same(unpack_output(kept), output())
     assert first.hidden_states[1] is first.last_hidden_state, "one tensor in two places stays one tensor"
 
 
@@ -68,20 +76,20 @@ class _Object:
 @pytest.mark.parametrize("value", [_Object(), (torch.ones(1), _Object()), {1: torch.ones(1)}])
 def test_what_cannot_be_kept_is_refused(value: Any) -> None:
     with pytest.raises(Unkeepable):
-        pack(value)
+        pack_output(value)
 
 
 def test_a_file_names_no_other_class(tmp_path: Path) -> None:
     """A form that names something else than an output class of the libraries is not followed."""
-    kept = pack(BaseModelOutput(last_hidden_state=torch.ones(2)))
+    kept = pack_output(BaseModelOutput(last_hidden_state=torch.ones(2)))
     for path in ("os:system", "transformers.modeling_utils:PreTrainedModel", "transformers.nothing:X"):
         with pytest.raises((Unkeepable, ModuleNotFoundError)):
-            unpack(Kept(kept.tensors, {"class": path, "fields": {}}))
+            unpack_output(PackedOutput(kept.tensors, {"class": path, "fields": {}}))
 
 
-def kept(size: int) -> Kept:
+def kept(size: int) -> PackedOutput:
     """A packed tensor of so many bytes."""
-    return pack(torch.zeros(size, dtype=torch.uint8))
+    return pack_output(torch.zeros(size, dtype=torch.uint8))
 
 
 def test_least_recently_used_goes_first() -> None:
@@ -124,16 +132,16 @@ def _empty(path: Path) -> None:
 @pytest.mark.parametrize("spoil", [_cut, _flip, _empty])
 def test_a_spoilt_file_counts_as_absent(spoil: Callable[[Path], None], tmp_path: Path) -> None:
     store = FileStore(tmp_path)
-    store.put("key", pack(output()))
+    store.put("key", pack_output(output()))
     spoil(store.path("key"))
     assert store.get("key") is None and store.spoilt == 1
-    store.put("key", pack(output()))
+    store.put("key", pack_output(output()))
     assert store.get("key") is not None
 
 
 def test_a_file_of_another_key_counts_as_absent(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
-    store.put("mine", pack(output()))
+    store.put("mine", pack_output(output()))
     store.path("mine").rename(store.path("other"))
     assert store.get("other") is None and store.spoilt == 1
 

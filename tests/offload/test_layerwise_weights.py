@@ -126,3 +126,29 @@ def test_shared_weights_stay_and_are_counted_once(tmp_path: Path) -> None:
     restore(pipe)
     assert torch.equal(tiny.run(pipe, "flux"), changed) and not torch.equal(changed, reference)
     fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["flux", "wan"])
+def test_weights_written_to_while_their_block_computes(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """A block that changes its own weights as it runs (every call, in place) ends with the twin's weights and bits."""
+
+    def wear(module: torch.nn.Module, *_: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(1.02)
+
+    results, weights = [], []
+    for offload in (False, True):
+        pipe = tiny.build(family, dtype=dtype)
+        if offload:
+            offloaded(pipe, tmp_path)
+        worn = [next(m for m in b.modules() if isinstance(m, torch.nn.Linear)) for b in blocks_of(pipe)]
+        before = [layer.weight.detach().clone() for layer in worn]
+        for layer in worn:
+            layer.register_forward_hook(wear)
+        results.append([tiny.run(pipe, family) for _ in range(2)])
+        weights.append([layer.weight.detach().clone() for layer in worn])
+        assert not any(torch.equal(a, b) for a, b in zip(before, weights[-1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not torch.equal(*results[0]), "the second run sees what the first one wrote"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffaccel import accelerate, restore
-from diffaccel.offload.stage.attached import Seen
+from diffaccel.offload.stage.attached import StageRecord
 from diffaccel.offload.stage.residency import Group
 from tests import tiny
 from tests.fingerprint import assert_same, snapshot_pipe
@@ -103,8 +103,8 @@ def test_who_works_between_denoiser_calls_is_found() -> None:
 
     run: Any = At()
     denoiser, other = Group(("transformer",), (), "denoise", True), Group(("adapter",), (), "encode")
-    seen = Seen()
-    assert [seen.note(unit, run) for unit in (other, denoiser, denoiser)] == [[], [], []]
+    seen = StageRecord()
+    assert [seen.note(group, run) for group in (other, denoiser, denoiser)] == [[], [], []]
     assert seen.note(other, run) == [] and seen.moment == "decode"
     assert seen.note(denoiser, run) == [other] and seen.moment == "denoise"
     run.loop = 1

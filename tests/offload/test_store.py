@@ -54,10 +54,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     made.close()
 
 
-def fetched(box: StoredTensors) -> torch.Tensor:
-    """All bytes of a box, as a read brings them."""
-    found = torch.zeros(box.nbytes, dtype=torch.uint8)
-    box.read(memoryview(found.numpy()))
+def fetched(stored: StoredTensors) -> torch.Tensor:
+    """All bytes of a stored, as a read brings them."""
+    found = torch.zeros(stored.nbytes, dtype=torch.uint8)
+    stored.read(memoryview(found.numpy()))
     return found
 
 
@@ -65,22 +65,22 @@ def test_every_form_comes_back(store: Any) -> None:
     """Parked and brought back: same objects, forms and numbers; overlaps go on overlapping; ties are stored once."""
     module = Oddities()
     before = looks(module)
-    parcel = pack(tensors_of(module))
-    assert len({id(slot.tensor) for slot in parcel.slots}) == len(parcel.slots) == 10
-    assert all(chunk.offset % ALIGN == chunk.source.data_ptr() % ALIGN for chunk in parcel.chunks)
-    box = store.put(parcel, "odd")
+    packed = pack(tensors_of(module))
+    assert len({id(view.tensor) for view in packed.views}) == len(packed.views) == 10
+    assert all(chunk.offset % ALIGN == chunk.source.data_ptr() % ALIGN for chunk in packed.chunks)
+    stored = store.put(packed, "odd")
     assert looks(module) == before
-    assert not any(box.holds(i) for i in range(len(box.slots)))
-    box.park()
-    assert looks(module) == before and all(box.holds(i) for i in range(len(box.slots)))
+    assert not any(stored.holds(i) for i in range(len(stored.views)))
+    stored.evict()
+    assert looks(module) == before and all(stored.holds(i) for i in range(len(stored.views)))
     module.view.data[1, 0] = 42.0
     assert module.overlap[1] == 42.0 and dict(module.named_parameters())["overlap"].tolist()[1] == 42.0
-    box.give_back()
-    assert not any(box.holds(i) for i in range(len(box.slots)))
+    stored.give_back()
+    assert not any(stored.holds(i) for i in range(len(stored.views)))
     assert module.view[1, 0] == 42.0 and module.overlap[1] == 42.0
     module.view.data[1, 0] = before[3][5][1][0]
     assert looks(module) == before
-    box.close()
+    stored.close()
 
 
 def test_addresses_keep_their_remainder(store: Any) -> None:
@@ -90,23 +90,23 @@ def test_addresses_keep_their_remainder(store: Any) -> None:
     layer.weight.data = whole[5:].view(16, 16)
     before = layer.weight.data_ptr() % ALIGN
     assert before == 20
-    box = store.put(pack(tensors_of(layer)), "layer")
-    box.park()
+    stored = store.put(pack(tensors_of(layer)), "layer")
+    stored.evict()
     assert layer.weight.data_ptr() % ALIGN == before
-    buffer = torch.empty(box.nbytes, dtype=torch.uint8)
-    views = [slot.on(buffer, box.layout[slot.chunk][0]) for slot in box.slots]
+    buffer = torch.empty(stored.nbytes, dtype=torch.uint8)
+    views = [view.on(buffer, stored.layout[view.chunk][0]) for view in stored.views]
     assert {view.data_ptr() % ALIGN for view in views} == {before, layer.bias.data_ptr() % ALIGN}
-    box.give_back()
+    stored.give_back()
     assert layer.weight.data_ptr() % ALIGN == before and torch.equal(layer.weight, whole[5:].view(16, 16))
-    box.close()
+    stored.close()
 
 
 @pytest.mark.parametrize("how", ["copy_", "data", "inference"])
 def test_edits_of_parked_weights_are_what_is_read(store: Any, how: str) -> None:
     """A weight written to while it is away, by whatever route, is the weight that the next read brings."""
     layer = torch.nn.Linear(8, 8)
-    box = store.put(pack(tensors_of(layer)), "layer")
-    box.park()
+    stored = store.put(pack(tensors_of(layer)), "layer")
+    stored.evict()
     new = torch.randn(8, 8)
     if how == "copy_":
         layer.load_state_dict({"weight": new, "bias": layer.bias})
@@ -116,11 +116,11 @@ def test_edits_of_parked_weights_are_what_is_read(store: Any, how: str) -> None:
     else:
         with torch.inference_mode():
             layer.weight.copy_(new)
-    assert all(box.holds(i) for i in range(2))
-    found = fetched(box)
-    views = [slot.on(found, box.layout[slot.chunk][0]) for slot in box.slots]
+    assert all(stored.holds(i) for i in range(2))
+    found = fetched(stored)
+    views = [view.on(found, stored.layout[view.chunk][0]) for view in stored.views]
     assert any(torch.equal(view, new) for view in views)
-    box.close()
+    stored.close()
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -134,9 +134,9 @@ def test_files_are_safetensors_named_by_content(tmp_path: Path) -> None:
     layers[2].load_state_dict(layers[0].state_dict())
     paths = []
     for layer in layers:
-        box = store.put(pack(tensors_of(layer)), "layer")
-        paths.append(box.path)
-        read = load_file(box.path)
+        stored = store.put(pack(tensors_of(layer)), "layer")
+        paths.append(stored.path)
+        read = load_file(stored.path)
         assert torch.equal(read["weight"], layer.weight) and torch.equal(read["bias"], layer.bias)
     hashes = [path.stem.split("-")[1] for path in paths]
     assert len(set(paths)) == 3 and hashes[0] == hashes[2] != hashes[1]
@@ -148,9 +148,9 @@ def test_two_stores_share_nothing(tmp_path: Path) -> None:
     """Two stores of one folder have folders of their own; the end of one leaves the other's files."""
     first, second = DiskStore(tmp_path), DiskStore(tmp_path)
     layer = torch.nn.Linear(4, 4)
-    box = second.put(pack(tensors_of(layer)), "layer")
+    stored = second.put(pack(tensors_of(layer)), "layer")
     first.close()
-    assert box.path.exists() and torch.equal(fetched(box)[:64].view(torch.float32), layer.weight.flatten())
+    assert stored.path.exists() and torch.equal(fetched(stored)[:64].view(torch.float32), layer.weight.flatten())
     second.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -186,10 +186,10 @@ def test_leftovers_of_a_killed_process_go(tmp_path: Path) -> None:
 def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
     """Never other bytes than those that were stored."""
     store = DiskStore(tmp_path)
-    box = store.put(pack(tensors_of(torch.nn.Linear(64, 64))), "layer")
-    os.truncate(box.path, 5000)
+    stored = store.put(pack(tensors_of(torch.nn.Linear(64, 64))), "layer")
+    os.truncate(stored.path, 5000)
     with pytest.raises(DiffaccelError, match="cut short"):
-        fetched(box)
+        fetched(stored)
     store.close()
 
 

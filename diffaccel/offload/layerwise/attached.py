@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,88 +12,111 @@ from ...core.chain import Hook, Link, RootHook, install
 from ...core.compat import eager, host_edit, unwrap_module
 from ...core.run import Call, Run
 from ...errors import IncompatibleError
+from ..host_memory import trim_heap
 from ..packing import own_tensors, pack, plain_tensors, tensors_of
 from ..store import DiskStore, HostStore, Store, StoredTensors
 from ..transfer import CudaTransfer, ThreadTransfer, TransferStream
+from .block import Block
 from .blocks import HOOK, BlockTable, find_blocks, other_offload, shared_of
 from .partition import Partition
-from .prefetch import Block, Prefetcher, TransferCounts
-
-if TYPE_CHECKING:
-    from .config import LayerwiseOffload
+from .prefetch import Prefetcher, TransferCounts
 
 NAMES = ("blocks_moved", "bytes_moved", "wait_s", "read_s")
 
 
-def give_to_system() -> None:
-    """Hand memory that was freed back to the system, where the C library keeps it for later (glibc does)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
+class Config(Protocol):
+    """What is asked of the lever's config."""
+
+    @property
+    def name(self) -> str:
+        """The plan item."""
+
+    @property
+    def store(self) -> str:
+        """ "host" or "disk"."""
+
+    @property
+    def folder(self) -> str | None:
+        """Where files go."""
+
+    @property
+    def pin(self) -> bool | None:
+        """Lock host memory?"""
+
+    @property
+    def prefetch(self) -> int:
+        """Blocks fetched ahead."""
+
+    @property
+    def device(self) -> str | None:
+        """Where to compute, where that was said."""
+
+    def divide(self, seen: BlockTable) -> Partition:
+        """Which blocks stay."""
 
 
-class _Turn(Hook):
-    """Around a block that takes turns."""
+class _MovingHook(Hook):
+    """Around a block that moves."""
 
-    def __init__(self, conveyor: Prefetcher, block: Block) -> None:
+    def __init__(self, prefetcher: Prefetcher, block: Block) -> None:
         super().__init__()
-        self.conveyor, self.block = conveyor, block
+        self.prefetcher, self.block = prefetcher, block
 
     @eager
     def call(self, ref: Any, *args: Any, **kwargs: Any) -> Any:
         """The block's forward, with its weights in place."""
         try:
-            self.conveyor.enter(self.block)
+            self.prefetcher.enter(self.block)
             return ref.body(*args, **kwargs)
         finally:
-            self.conveyor.leave(self.block)
+            self.prefetcher.leave(self.block)
 
 
-class _Stay(Hook):
+class _KeptHook(Hook):
     """On a block that stays: others can be fetched while it computes."""
 
-    def __init__(self, conveyor: Prefetcher, index: int, component: str) -> None:
+    def __init__(self, prefetcher: Prefetcher, index: int, component: str) -> None:
         super().__init__()
-        self.conveyor, self.index, self.component = conveyor, index, component
+        self.prefetcher, self.index, self.component = prefetcher, index, component
 
     @eager
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self.conveyor.kept_runs(self.index, self.component)
+        self.prefetcher.kept_runs(self.index, self.component)
         return args, kwargs
 
 
-class _Ear:
+class _CallListener:
     """Listens to a denoiser's calls."""
 
-    def __init__(self, conveyor: Prefetcher, root: RootHook) -> None:
-        self.conveyor, self.root = conveyor, root
+    def __init__(self, prefetcher: Prefetcher, root: RootHook) -> None:
+        self.prefetcher, self.root = prefetcher, root
 
     def begin_call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The denoiser is about to run."""
-        self.conveyor.begin(call, self.root.listeners)
+        self.prefetcher.begin(call, self.root.listeners)
 
     def end_call(self, call: Call) -> None:
         """It returned or raised."""
-        self.conveyor.end(call)
+        self.prefetcher.end(call)
 
 
 class LayerwiseAttached:
     """The edit: `attach`, then runs, then `undo`."""
 
-    def __init__(self, lever: LayerwiseOffload, target: Target, site: Site, device: torch.device) -> None:
+    def __init__(self, lever: Config, target: Target, site: Site, device: torch.device) -> None:
         self.lever, self.target, self.site, self.device = lever, target, site, device
         self.links: list[Link] = []
-        self.ears: list[_Ear] = []
-        self.moved_home: list[tuple[torch.Tensor, torch.device]] = []
+        self.listeners: list[_CallListener] = []
+        self.moved_there: list[tuple[torch.Tensor, torch.device]] = []
         self.store: Store | None = None
         self.blocks: list[Block] = []
-        self.conveyor: Prefetcher
+        self.prefetcher: Prefetcher
 
     # ---- on and off ----------------------------------------------------------------------------------------
 
     @host_edit
     def attach(self) -> None:
-        """Store, park, hook. Raises with all as it was."""
+        """Store, evict, hook. Raises with all as it was."""
         seen = find_blocks(self.target)
         split = self.lever.divide(seen)
         self.shared = set(seen.shared)
@@ -106,14 +127,14 @@ class LayerwiseAttached:
             for index in split.moving:
                 block = self._block(seen, index)
                 self.blocks.append(block)
-                block.boxes.append(self._put(block, tensors_of(unwrap_module(block.module))))
+                block.set_stored([self._put(block, tensors_of(unwrap_module(block.module)))])
                 if not disk:  # else the host would hold all weights twice
-                    block.park()
+                    block.evict()
             for block in self.blocks:  # a disk that fills up has cost nothing so far
-                block.park()
+                block.evict()
             self._go_to_device(seen, split)
             self._hook(seen, split)
-            give_to_system()
+            trim_heap()
         except BaseException:
             self.undo()
             raise
@@ -130,11 +151,11 @@ class LayerwiseAttached:
 
     def _put(self, block: Block, tensors: list[tuple[str, torch.Tensor]]) -> StoredTensors:
         assert self.store is not None
-        home = block.boxes[0].layout[0][2] if block.boxes else None
-        return self.store.put(pack(((n, t) for n, t in tensors if id(t) not in self.shared), home), block.label)
+        origin = block.stored[0].layout[0][2] if block.stored else None
+        return self.store.put(pack(((n, t) for n, t in tensors if id(t) not in self.shared), origin), block.label)
 
     def _go_to_device(self, seen: BlockTable, split: Partition) -> None:
-        """All that does not take turns goes where the blocks compute, where that is asked for."""
+        """All that does not move goes where the blocks compute, where that is asked for."""
         if self.lever.device is None:
             return
         moving = {id(t) for index in split.moving for _, t in tensors_of(unwrap_module(seen.blocks[index][0]))}
@@ -143,26 +164,28 @@ class LayerwiseAttached:
                 for name, tensor in own_tensors(child):
                     for _, inner in plain_tensors(name, tensor):
                         if inner.device != self.device and (id(inner) not in moving or id(inner) in self.shared):
-                            self.moved_home.append((inner, inner.device))
+                            self.moved_there.append((inner, inner.device))
                             inner.data = inner.data.to(self.device)
 
     def _hook(self, seen: BlockTable, split: Partition) -> None:
         kept_bytes = sum(seen.sizes[i] for i in split.kept) + seen.shared_bytes
         kept = (len(split.kept), kept_bytes)
-        self.conveyor = Prefetcher(self.blocks, kept, self.lever.prefetch, self.device, self._lane, self.renew)
+        self.prefetcher = Prefetcher(
+            self.blocks, kept, self.lever.prefetch, self.device, self._open_stream, self.renew
+        )
         for block in self.blocks:
-            hook = _Turn(self.conveyor, block)
+            hook = _MovingHook(self.prefetcher, block)
             block.link = install(block.module, hook, HOOK).around(hook.call)
             self.links.append(block.link)
         for index in split.kept:
             module, component = seen.blocks[index][0], seen.components[index]
-            self.links.append(install(module, _Stay(self.conveyor, index, component), HOOK))
+            self.links.append(install(module, _KeptHook(self.prefetcher, index, component), HOOK))
         for root in self.site.roots.values():
-            ear = _Ear(self.conveyor, root)
-            root.listeners.append(ear)
-            self.ears.append(ear)
+            listener = _CallListener(self.prefetcher, root)
+            root.listeners.append(listener)
+            self.listeners.append(listener)
 
-    def _lane(self) -> TransferStream:
+    def _open_stream(self) -> TransferStream:
         if self.device.type == "cuda":
             return CudaTransfer(self.device, from_disk=self.lever.store == "disk")
         return ThreadTransfer()
@@ -170,23 +193,23 @@ class LayerwiseAttached:
     @host_edit
     def undo(self) -> None:
         """Every weight back to a device and memory of its own; hooks and files are gone."""
-        if hasattr(self, "conveyor"):
-            self.conveyor.runs = 0
-            self.conveyor.settle()
-        for ear in self.ears:
-            if ear in ear.root.listeners:
-                ear.root.listeners.remove(ear)
+        if hasattr(self, "prefetcher"):
+            self.prefetcher.runs = 0
+            self.prefetcher.settle()
+        for listener in self.listeners:
+            if listener in listener.root.listeners:
+                listener.root.listeners.remove(listener)
         for link in reversed(self.links):
             link.remove()
-        self.links, self.ears = [], []
+        self.links, self.listeners = [], []
         for block in self.blocks:
-            for box in block.boxes:
-                box.give_back()
-                box.close()
-            block.boxes.clear()
-        for tensor, device in self.moved_home:
+            for stored in block.stored:
+                stored.give_back()
+                stored.close()
+            block.set_stored([])
+        for tensor, device in self.moved_there:
             tensor.data = tensor.data.to(device)
-        self.moved_home = []
+        self.moved_there = []
         if self.store is not None:
             self.store.close()
 
@@ -205,34 +228,34 @@ class LayerwiseAttached:
 
     def begin_run(self, run: Run) -> None:
         """Take in what became of the weights since the last run."""
-        if not self.conveyor.runs:
+        if not self.prefetcher.runs:
             stale = [block for block in self.blocks if self._changed(block)]
             if stale:
                 self.shared = shared_of(self.target, [block for block, _ in find_blocks(self.target).blocks])
             for block in stale:
                 self.renew(block)
-        self.conveyor.open()
+        self.prefetcher.open()
         run.state[self.lever.name] = dict(zip(NAMES, self._counts(), strict=True))
 
     def end_run(self, run: Run) -> None:
-        """Everything is parked again."""
+        """Everything is evicted again."""
         if self.lever.name in run.state:
-            self.conveyor.close()
+            self.prefetcher.close()
 
     def _counts(self) -> list[float]:
-        return [getattr(self.conveyor.tally, name) for name in NAMES]
+        return [getattr(self.prefetcher.counts, name) for name in NAMES]
 
     def stats(self, run: Run) -> dict[str, Any]:
         """What this run moved and waited for, and the most that was on the device at once."""
         before = run.state.get(self.lever.name, {})
-        lane = self.conveyor.lane
+        stream = self.prefetcher.stream
         now = dict(zip(NAMES, self._counts(), strict=True))
-        now["read_s"] += lane.read_s if lane is not None else 0.0
+        now["read_s"] += stream.read_s if stream is not None else 0.0
         found: dict[str, Any] = {name: now[name] - before.get(name, now[name]) for name in NAMES}
         read_s = found.pop("read_s")
         found["wait_s"] = round(found["wait_s"], 6)
-        tally: TransferCounts = self.conveyor.tally
-        found |= {"live_blocks_peak": tally.live_blocks_peak, "live_bytes_peak": tally.live_bytes_peak}
+        counts: TransferCounts = self.prefetcher.counts
+        found |= {"live_blocks_peak": counts.live_blocks_peak, "live_bytes_peak": counts.live_bytes_peak}
         if read_s > 0:
             found["read_gb_s"] = round(found["bytes_moved"] / read_s / 1e9, 3)
         return found
@@ -240,28 +263,29 @@ class LayerwiseAttached:
     # ---- weights that changed ------------------------------------------------------------------------------
 
     def _changed(self, block: Block) -> bool:
-        known = {id(slot.tensor) for box in block.boxes for slot in box.slots}
+        known = {id(view.tensor) for stored in block.stored for view in stored.views}
         present = {id(t) for _, t in tensors_of(unwrap_module(block.module))} - self.shared
-        return known != present or not block.intact()
+        return known != present or block.versions() is None
 
     @host_edit
     def renew(self, block: Block) -> None:
         """Store what the block has got since, and forget what it has not any more; the rest stays as it is stored."""
         tensors = tensors_of(unwrap_module(block.module))
         present = {id(t) for _, t in tensors}
+        own = present - self.shared
         kept: list[StoredTensors] = []
         old: list[StoredTensors] = []
-        for box in block.boxes:
-            sound = all(box.holds(i) and id(slot.tensor) in present - self.shared for i, slot in enumerate(box.slots))
-            (kept if sound else old).append(box)
-        stored = {id(slot.tensor) for box in kept for slot in box.slots}
-        fresh = [(name, t) for name, t in tensors if id(t) not in stored and id(t) not in self.shared]
-        for box in old:
-            box.give_back(present & self.shared)  # those stay on the device from now on
+        for stored in block.stored:
+            sound = all(stored.holds(i) and id(view.tensor) in own for i, view in enumerate(stored.views))
+            (kept if sound else old).append(stored)
+        known = {id(view.tensor) for stored in kept for view in stored.views}
+        fresh = [(name, t) for name, t in tensors if id(t) in own and id(t) not in known]
+        for stored in old:
+            stored.give_back(present & self.shared)  # those stay on the device from now on
         new = [self._put(block, fresh)] if fresh else []
-        block.boxes, block.generation = kept + new, block.generation + 1
-        for box in new:
-            box.park()
-        for box in old:
+        for stored in new:
+            stored.evict()
+        block.set_stored(kept + new)
+        for stored in old:
             with contextlib.suppress(OSError):
-                box.close()
+                stored.close()

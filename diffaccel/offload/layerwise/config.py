@@ -1,6 +1,6 @@
 """Layerwise offload: few transformer blocks on the device, the rest on the host or on disk, fetched while it computes.
 
-The result is exact: what computes are the same bytes. `parking.py` holds the pipeline's side of it, `prefetch.py` the
+The result is exact: what computes are the same bytes. `attached.py` holds the pipeline's side of it, `prefetch.py` the
 order, `store.py` the other place.
 """
 
@@ -20,9 +20,8 @@ from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import unwrap_module
 from ...core.options import BOOLEAN, choose_name, take, whole
 from ...errors import BudgetError, IncompatibleError, InvalidOptionError
-from ..bandwidth import token_sentence
+from ..bandwidth import host_bandwidth, token_sentence
 from ..components import bytes_of, modules_of, require_device
-from ..links import host_bandwidth
 from ..packing import tensors_of
 from ..store import in_memory
 from .attached import LayerwiseAttached
@@ -184,15 +183,15 @@ class LayerwiseOffload:
                 f"{self.name}: the pipeline is on the CPU, where store='host' moves nothing: give device='cuda' (or "
                 "move the pipeline there), or store='disk'"
             )
-        parking = LayerwiseAttached(self, target, site, device)
-        parking.attach()
+        attached = LayerwiseAttached(self, target, site, device)
+        attached.attach()
         return Edit(
             self.name,
-            parking.undo,
-            begin_run=parking.begin_run,
-            end_run=parking.end_run,
-            relink=parking.relink,
-            stats=parking.stats,
+            attached.undo,
+            begin_run=attached.begin_run,
+            end_run=attached.end_run,
+            relink=attached.relink,
+            stats=attached.stats,
         )
 
 

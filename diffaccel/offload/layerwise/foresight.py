@@ -6,6 +6,7 @@ says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ...core.run import Call
@@ -31,7 +32,7 @@ def call_after(call: Call) -> tuple[int, str, str] | None:
     return (step + 1, *this[0])
 
 
-def will_compute(call: Call, listeners: list[Any]) -> bool:
+def will_compute(call: Call, listeners: Sequence[Any]) -> bool:
     """Is the next call sure to run its blocks, as far as the levers that listen to this denoiser say?"""
     after = call_after(call)
     if after is LAST:
@@ -43,6 +44,9 @@ def will_compute(call: Call, listeners: list[Any]) -> bool:
     return True
 
 
-def undecided(listeners: list[Any]) -> bool:
+def undecided(listeners: Sequence[Any]) -> bool:
     """Has a cache still to decide, inside this call, whether the blocks to come are run?"""
-    return any(getattr(listener, "open", None) is True for listener in listeners)
+    for listener in listeners:  # noqa: SIM110 - a loop: this is asked at every block, and a generator would count as calls
+        if getattr(listener, "open", None) is True:
+            return True
+    return False

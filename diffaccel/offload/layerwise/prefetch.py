@@ -1,100 +1,30 @@
-"""The conveyor: which blocks have their weights on the device, and which come next.
+"""Which blocks have their weights on the device, and which are fetched next.
 
-Some blocks stay for good. The others take turns in `prefetch + 1` buffers: one for the block that computes, the rest
-for those that follow it in the order in which the last whole call ran them. Nothing is fetched for a block that a
-cache stands in for, nor before the cache has decided.
+Some blocks stay for good. The others share `prefetch + 1` buffers: one for the block that computes, the rest for those
+that follow it in the order in which the last whole call ran them. Nothing is fetched for a block that a cache stands
+in for, nor before the cache has decided.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...core.chain import Link, stood_in_for
-from ...core.compat import host_edit
+from ...core.chain import stood_in_for
 from ...core.run import Call
-from ..store import StoredTensors
 from ..transfer import Buffer, TransferStream
+from .block import Block
 from .foresight import undecided, will_compute
-
-
-@dataclass(eq=False)
-class Block:
-    """One block that takes turns: its stored parcels, and its hook."""
-
-    index: int
-    label: str
-    component: str
-    module: torch.nn.Module
-    boxes: list[StoredTensors] = field(default_factory=list)
-    link: Link | None = None
-    generation: int = 0  # counts the changes of `boxes`
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a buffer that holds it."""
-        return sum(box.nbytes for box in self.boxes)
-
-    def load(self) -> list[tuple[StoredTensors, int]]:
-        """Its boxes and where each goes in a buffer."""
-        at, found = 0, []
-        for box in self.boxes:
-            found.append((box, at))
-            at += box.nbytes
-        return found
-
-    def versions(self) -> list[int]:
-        """How often each of its tensors was written to in place."""
-        return [slot.tensor._version for box in self.boxes for slot in box.slots]
-
-    @host_edit
-    def views(self, buffer: Buffer) -> list[torch.Tensor]:
-        """Its tensors as they lie in the buffer."""
-        return [slot.on(buffer.data, at + box.layout[slot.chunk][0]) for box, at in self.load() for slot in box.slots]
-
-    def intact(self) -> bool:
-        """Do all of its tensors point at the store, in the form they were stored in?"""
-        return all(box.holds(i) for box in self.boxes for i in range(len(box.slots)))
-
-    def bind(self, buffer: Buffer) -> None:
-        """Point its tensors into the buffer."""
-        key = self.index * 1_000_000 + self.generation
-        views = buffer.views.get(key)
-        if views is None:
-            views = buffer.views[key] = self.views(buffer)
-        at = 0
-        for box in self.boxes:
-            for slot in box.slots:
-                slot.tensor.data = views[at]
-                at += 1
-
-    def park(self, versions: list[int] | None = None) -> None:
-        """Point its tensors at the store; what was written to since `versions` (a buffer that counts) goes along."""
-        if versions is not None:
-            now = self.versions()
-            if now != versions:
-                self._write_back(versions)
-        for box in self.boxes:
-            box.park()
-
-    def _write_back(self, versions: list[int]) -> None:
-        at = 0
-        with torch.no_grad():
-            for box in self.boxes:
-                for slot, parked in zip(box.slots, box.parked, strict=True):
-                    if slot.tensor._version != versions[at] and slot.tensor.shape == parked.shape:
-                        parked.copy_(slot.tensor.detach())
-                    at += 1
 
 
 @dataclass
 class TransferCounts:
-    """What was moved so far, and the most that lived at once (since the last `reset`)."""
+    """What was moved so far, and the most that was resident at once (since the last `open` of a first run)."""
 
     blocks_moved: int = 0
     bytes_moved: int = 0
@@ -105,37 +35,41 @@ class TransferCounts:
 
 
 class Prefetcher:
-    """Brings blocks in and lets them go.
+    """Loads blocks and evicts them.
 
-    Attributes:
-        kept_blocks, kept_bytes: what stays on the device for good, and weights that several blocks share.
+    Args:
+        blocks: those that move.
+        kept: (blocks, bytes) that stay on the device for good, weights that several blocks share among them.
         prefetch: blocks fetched ahead of the one that computes.
+        device: where they compute.
+        open_stream: makes the stream of a run.
+        renew: called with a block whose tensors no longer look at the store; stores them anew.
     """
 
     def __init__(
         self,
-        blocks: list[Block],
+        blocks: Sequence[Block],
         kept: tuple[int, int],
         prefetch: int,
         device: torch.device,
-        lane: Callable[[], TransferStream],
+        open_stream: Callable[[], TransferStream],
         renew: Callable[[Block], None],
     ) -> None:
         self.blocks = {block.index: block for block in blocks}
-        self.prefetch, self.device, self.make_lane, self.renew = prefetch, device, lane, renew
+        self.prefetch, self.device, self.open_stream, self.renew = prefetch, device, open_stream, renew
         self.kept_blocks, self.kept_bytes = kept
-        self.lane: TransferStream | None = None  # open while a run is
+        self.stream: TransferStream | None = None  # open while a run is
         self.runs = 0
         self.buffers: list[Buffer] = []  # of the open run
         self.free: list[Buffer] = []
         self.held: dict[int, Buffer] = {}  # block -> buffer it is in, or on its way into
-        self.busy: dict[int, tuple[Buffer, list[int]]] = {}  # blocks that compute now
+        self.busy: dict[int, Buffer] = {}  # blocks that compute now
         self.order: dict[str, list[int]] = {}  # per denoiser: every block hooked, as the last whole call ran them
         self.ran: list[int] = []  # of the call in progress
         self.call: Call | None = None
-        self.listeners: list[Any] = []
+        self.listeners: Sequence[Any] = ()
         self.wrap: bool | None = None  # is the next call sure to run its blocks?
-        self.tally = TransferCounts()
+        self.counts = TransferCounts()
         self.lock = threading.RLock()
 
     # ---- a run ---------------------------------------------------------------------------------------------
@@ -144,33 +78,33 @@ class Prefetcher:
         """A run begins."""
         with self.lock:
             if not self.runs:
-                self.lane = self.make_lane()
-                self.tally.live_blocks_peak, self.tally.live_bytes_peak = self.kept_blocks, self.kept_bytes
+                self.stream = self.open_stream()
+                self.counts.live_blocks_peak, self.counts.live_bytes_peak = self.kept_blocks, self.kept_bytes
             self.runs += 1
 
     def close(self) -> None:
-        """A run ended, however: with the outermost one everything is parked and the buffers are let go."""
+        """A run ended, however: with the outermost one everything is evicted and the buffers go."""
         with self.lock:
             self.runs = max(0, self.runs - 1)
             if not self.runs:
                 self.settle()
 
     def settle(self) -> None:
-        """Stop what is under way, and park every block."""
+        """Stop what is under way, and evict every block."""
         with self.lock:
-            lane, self.lane = self.lane, None
-            if lane is not None:
-                lane.close()
-                self.tally.read_s += lane.read_s
+            stream, self.stream = self.stream, None
+            if stream is not None:
+                stream.close()
+                self.counts.read_s += stream.read_s
             for index in self.busy:
-                self.blocks[index].park()
+                self.blocks[index].evict()
             self.held.clear()
             self.busy.clear()
-            self.buffers, self.free, self.call = [], [], None
+            self.buffers, self.free, self.call, self.listeners = [], [], None, ()
 
     # ---- a denoiser call -----------------------------------------------------------------------------------
 
-    def begin(self, call: Call, listeners: list[Any]) -> None:
+    def begin(self, call: Call, listeners: Sequence[Any]) -> None:
         """A denoiser is about to run."""
         self.call, self.listeners, self.ran, self.wrap = call, listeners, [], None
 
@@ -193,56 +127,60 @@ class Prefetcher:
     def enter(self, block: Block) -> None:
         """The block is about to run: its weights are on the device when this returns."""
         with self.lock:
-            self.ran.append(block.index)
+            index = block.index
+            self.ran.append(index)
             started = time.perf_counter()
-            if not block.intact():  # somebody gave it other tensors within the run
+            versions = block.versions()
+            if versions is None:  # somebody gave it other tensors within the run
                 self.renew(block)
                 self._forget()
-            buffer = self.held.get(block.index)
-            if buffer is not None and buffer.versions != block.versions():
-                self._release(self._drop(block.index))  # written to since it was fetched
+                versions = block.versions()
+            buffer = self.held.get(index)
+            if buffer is not None and buffer.versions != versions:
+                self._release(self._drop(index))  # written to since it was fetched
                 buffer = None
             if buffer is None:
-                buffer = self._fetch(block)
+                buffer = self._fetch(block, versions)
             assert buffer.ready is not None
-            self.busy[block.index] = (buffer, buffer.versions)
+            self.busy[index] = buffer
             buffer.ready()
-            self.tally.wait_s += time.perf_counter() - started
+            self.counts.wait_s += time.perf_counter() - started
             block.bind(buffer)
-            self._ahead(block.component, block.index)
+            self._ahead(block.component, index)
 
     def leave(self, block: Block) -> None:
         """The block ran, or raised."""
         with self.lock:
-            buffer, versions = self.busy.get(block.index, (None, None))
+            buffer = self.busy.get(block.index)
             if buffer is None:
-                return  # it was never brought in
-            block.park(versions)
-            self.busy.pop(block.index)
+                return  # it was never loaded
+            block.evict(buffer.versions)
+            del self.busy[block.index]
             self.held.pop(block.index, None)
-            if self.lane is not None:
-                self.lane.leave(buffer)
-                self._release(buffer)
+            if self.stream is not None:
+                self.stream.leave(buffer)
+                if buffer in self.buffers:  # others were for one use
+                    self.free.append(buffer)
             self._ahead(block.component, block.index)
 
     # ---- buffers -------------------------------------------------------------------------------------------
 
-    def _fetch(self, block: Block) -> Buffer:
-        """Begin to bring a block in that is needed now."""
-        lane = self.lane or self.make_lane()
-        if self.lane is None or torch.is_grad_enabled():  # a graph may keep the weights: no buffer others will fill
-            buffer = self._new(lane, block.nbytes)
+    def _fetch(self, block: Block, versions: list[int] | None) -> Buffer:
+        """Begin to load a block that is needed now."""
+        stream = self.stream or self.open_stream()
+        if self.stream is None or torch.is_grad_enabled():  # a graph may keep the weights: no buffer others will fill
+            buffer = self._new(stream, block.nbytes)
         else:
-            buffer = self._room() or self._steal() or self._new(lane, self.capacity)
-        self._start(lane, block, buffer)
-        if self.lane is None and buffer.ready is not None:
+            buffer = self._room() or self._steal() or self._new(stream, self.capacity)
+        self._start(stream, block, buffer, versions)
+        if self.stream is None and buffer.ready is not None:
             buffer.ready()
-            lane.close()
+            stream.close()
         return buffer
 
-    def _new(self, lane: TransferStream, nbytes: int) -> Buffer:
+    def _new(self, stream: TransferStream, nbytes: int) -> Buffer:
         buffer = Buffer(nbytes, self.device)
-        lane.leave(buffer)  # the allocator may have handed out memory that queued kernels still use
+        stream.leave(buffer)  # the allocator may have handed out memory that queued kernels still use
         return buffer
 
     @property
@@ -254,16 +192,16 @@ class Prefetcher:
         if self.free:
             return self.free.pop()
         if len(self.buffers) <= self.prefetch:
-            assert self.lane is not None
-            buffer = self._new(self.lane, self.capacity)
+            assert self.stream is not None
+            buffer = self._new(self.stream, self.capacity)
             self.buffers.append(buffer)
             return buffer
         return None
 
-    def _steal(self, but: tuple[int, ...] = ()) -> Buffer | None:
+    def _steal(self, but: Sequence[Block] = ()) -> Buffer | None:
         """The buffer of a block that was fetched and is not needed soon: the last one fetched."""
         for index in reversed(self.held):
-            if index not in self.busy and index not in but and self.held[index] in self.buffers:
+            if index not in self.busy and self.blocks[index] not in but and self.held[index] in self.buffers:
                 return self._drop(index)
         return None
 
@@ -283,48 +221,54 @@ class Prefetcher:
         buffer.ready()
         return buffer
 
-    def _start(self, lane: TransferStream, block: Block, buffer: Buffer) -> None:
-        buffer.versions = block.versions()
-        buffer.ready = lane.start(block.load(), buffer)
+    def _start(self, stream: TransferStream, block: Block, buffer: Buffer, versions: list[int] | None) -> None:
+        buffer.versions = versions
+        buffer.ready = stream.start(block.offsets, buffer)
         self.held[block.index] = buffer
-        tally = self.tally
-        tally.blocks_moved += 1
-        tally.bytes_moved += block.nbytes
-        tally.live_blocks_peak = max(tally.live_blocks_peak, self.kept_blocks + len(self.held))
-        nbytes = {id(b): b.data.numel() for b in (*self.buffers, *self.held.values())}
-        tally.live_bytes_peak = max(tally.live_bytes_peak, self.kept_bytes + sum(nbytes.values()))
+        counts = self.counts
+        counts.blocks_moved += 1
+        counts.bytes_moved += block.nbytes
+        counts.live_blocks_peak = max(counts.live_blocks_peak, self.kept_blocks + len(self.held))
+        live = self.kept_bytes
+        for one in {*self.buffers, *self.held.values()}:
+            live += one.nbytes
+        counts.live_bytes_peak = max(counts.live_bytes_peak, live)
 
     def _ahead(self, component: str, index: int) -> None:
         """Fetch what comes after block `index` (-1: at the end of a call) into the buffers that are free."""
         call = self.call
-        if not self.prefetch or self.lane is None or call is None or torch.is_grad_enabled():
+        if not self.prefetch or self.stream is None or call is None or torch.is_grad_enabled():
             return
-        if undecided(self.listeners):
+        order = self.order.get(component)
+        if not order or undecided(self.listeners):
             return
-        wanted = self._wanted(component, index)
+        wanted = self._wanted(call, order, index)
         for block in wanted:
-            if block.index not in self.held:
-                buffer = self._room() or self._steal(tuple(b.index for b in wanted))
-                if buffer is None:
-                    return
-                self._start(self.lane, block, buffer)
+            if block.index in self.held:
+                continue
+            versions = block.versions()
+            if versions is None:
+                continue  # given other tensors: `enter` stores them first
+            buffer = self._room() or self._steal(wanted)
+            if buffer is None:
+                return
+            self._start(self.stream, block, buffer, versions)
 
-    def _wanted(self, component: str, index: int) -> list[Block]:
-        order = self.order.get(component, [])
+    def _wanted(self, call: Call, order: list[int], index: int) -> list[Block]:
+        """The next blocks that are sure to run, as many as buffers can take."""
         at = order.index(index) if index in order else len(order) - 1
         room = self.prefetch + 1 - len(self.busy)
         found: list[Block] = []
         for after in order[at + 1 :]:
+            if len(found) == room:
+                return found
             block = self.blocks.get(after)
-            if block is not None and len(found) < room and block.link is not None and not stood_in_for(block.link):
+            if block is not None and block.link is not None and not stood_in_for(block.link):
                 found.append(block)
-        if len(found) < room and order and self._wraps():
-            first = [self.blocks[i] for i in order[: at + 1] if i in self.blocks and i not in self.busy]
-            found += first[: room - len(found)]
+        if len(found) < room:
+            if self.wrap is None:
+                self.wrap = will_compute(call, self.listeners)
+            for after in order[: at + 1] if self.wrap else ():
+                if len(found) < room and after in self.blocks and after not in self.busy:
+                    found.append(self.blocks[after])
         return found
-
-    def _wraps(self) -> bool:
-        if self.wrap is None:
-            assert self.call is not None
-            self.wrap = will_compute(self.call, self.listeners)
-        return self.wrap

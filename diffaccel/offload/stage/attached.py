@@ -15,14 +15,15 @@ import torch
 from ...core.accelerator import DEVICE, Target
 from ...core.chain import Hook, Link, install
 from ...core.compat import foreign_offload, is_fake, unwrap_module
-from ...core.hooked_forward import LetIn
+from ...core.hooked_forward import LoadHook
 from ...core.run import Run, current_run
 from ...errors import DiffaccelError
-from ..components import is_text_encoder, modules_of, parts, units
+from ..components import component_groups, component_sizes, is_text_encoder, modules_of
+from ..host_memory import trim_heap
 from ..store import DiskStore, HostStore
 from .embeddings import FileStore, MemoryStore
 from .peak import MOMENTS
-from .residency import Group, Moved, Residency, indexed, trim
+from .residency import Group, Moved, Residency, indexed
 from .text_cache import TextCache
 
 if TYPE_CHECKING:
@@ -33,16 +34,16 @@ HOOK = "offload.stage"
 # say) is seen by the modules inside, which bring their component in as well.
 METHODS = ("encode", "decode", "generate", "get_text_features", "get_image_features")
 _ABSENT = object()
-# The switch lives as long as the hooks that call it; held here, it would keep its modules alive.
+# A StageAttached lives as long as the hooks that call it; held here, it would keep its modules alive.
 _HOLDERS: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[StageAttached]] = weakref.WeakKeyDictionary()
 
 
-def _switch(module: torch.nn.Module) -> StageAttached | None:
+def _attached_to(module: torch.nn.Module) -> StageAttached | None:
     found = _HOLDERS.get(unwrap_module(module))
     return None if found is None else found()
 
 
-def _let_go(module: torch.nn.Module) -> None:
+def _forget_holder(module: torch.nn.Module) -> None:
     _HOLDERS.pop(module, None)
 
 
@@ -51,8 +52,8 @@ def holder(pipe: Any, keep: Collection[str]) -> str | None:
     for name, module in modules_of(pipe):
         if name in keep:
             continue
-        switch = _switch(module)
-        other = None if switch is None else switch.target.pipe
+        owner = _attached_to(module)
+        other = None if owner is None else owner.target.pipe
         if other is not None and other is not pipe:
             return name
     return None
@@ -60,12 +61,12 @@ def holder(pipe: Any, keep: Collection[str]) -> str | None:
 
 def attached(pipe: Any) -> bool:
     """Are components of this pipeline offloaded by stages now?"""
-    switches = [_switch(module) for _, module in modules_of(pipe)]
-    return any(switch is not None and switch.target.pipe is pipe for switch in switches)
+    found = [_attached_to(module) for _, module in modules_of(pipe)]
+    return any(owner is not None and owner.target.pipe is pipe for owner in found)
 
 
 @dataclass
-class Seen:
+class StageRecord:
     """What one run saw: costs per moment, and who was called in which loop."""
 
     moved: dict[str, Moved] = field(default_factory=lambda: {moment: Moved() for moment in MOMENTS})
@@ -75,19 +76,19 @@ class Seen:
     order: list[Group] = field(default_factory=list)  # called in this loop since it began, each once in a row
     text: tuple[int, int] = (0, 0)  # hits and misses of the text cache before this run
 
-    def note(self, unit: Group, run: Run) -> list[Group]:
-        """A unit is called; returns those that turn out to work between the calls of a denoiser."""
+    def note(self, group: Group, run: Run) -> list[Group]:
+        """A group is called; returns those that turn out to work between the calls of a denoiser."""
         if run.loop != self.loop:
             self.loop, self.order = run.loop, []
-        if unit.stage == "denoise":
+        if group.stage == "denoise":
             self.moment = "denoise"
         elif self.moment == "denoise":
             self.moment = "decode"
-        if self.order and self.order[-1] is unit:
+        if self.order and self.order[-1] is group:
             return []
-        back = self.order.index(unit) if unit.stage == "denoise" and unit in self.order else None
+        back = self.order.index(group) if group.stage == "denoise" and group in self.order else None
         between = [] if back is None else self.order[back + 1 :]
-        self.order.append(unit)
+        self.order.append(group)
         return list(dict.fromkeys(between))
 
 
@@ -99,7 +100,7 @@ class StageAttached:
         self.lock = RLock()
         self.depth = 0  # runs in progress
         self.in_turn = False
-        self.turns: Residency | None = None
+        self.residency: Residency | None = None
         self.modules: dict[str, torch.nn.Module] = {}  # as they were when it was put on
         self.undos: list[Callable[[], None]] = []
         self.links: list[Link] = []
@@ -108,45 +109,45 @@ class StageAttached:
 
     # ---- on and off ------------------------------------------------------------------------------------
 
-    def put_on(self) -> None:
-        """Put every component away and watch for calls. Raises with nothing changed where that cannot be."""
+    def attach(self) -> None:
+        """Evict every component and watch for calls. Raises with nothing changed where that cannot be."""
         lever, pipe = self.lever, self.target.pipe
         for _, module in modules_of(pipe):
-            left = _switch(module)
+            left = _attached_to(module)
             if left is not None and left.target.pipe is None:
-                left.take_off()  # of a pipeline that went without restore
+                left.detach()  # of a pipeline that went without restore
         verdict = lever.check(self.target)
         if not verdict.ok:
             raise verdict.error(f"{lever.name}: {verdict.reason}")
         if lever.text_store is not None:
             self.cache = TextCache(self.cache.memory, FileStore(lever.text_store))
         device = indexed(lever.compute_device(pipe))
-        placement, _ = lever.place(parts(pipe, self.target.spec, lever.keep), device.type)
+        placement, _ = lever.place(component_sizes(pipe, self.target.spec, lever.keep), device.type)
         store = (
             DiskStore(lever.folder) if placement.store == "disk" else HostStore(lever.pin and device.type == "cuda")
         )
         self.in_turn = placement.in_turn
-        self.turns = Residency(units(pipe, self.target.spec, lever.keep), store, device)
+        self.residency = Residency(component_groups(pipe, self.target.spec, lever.keep), store, device)
         self.modules = dict(modules_of(pipe))
         try:
-            for unit in self.turns.units:
-                self._watch(unit, pipe)
+            for group in self.residency.groups:
+                self._watch(group, pipe)
             vars(pipe)[DEVICE] = device
-            for unit in self.turns.units:
-                for name in unit.names if lever.text_store is not None else ():
+            for group in self.residency.groups:
+                for name in group.names if lever.text_store is not None else ():
                     if is_text_encoder(name):
-                        self.cache.learn(name, unit, unwrap_module(self.modules[name]))
-                self.turns.put_away(unit)
-            trim()
+                        self.cache.learn(name, group, unwrap_module(self.modules[name]))
+                self.residency.evict(group)
+            trim_heap()
         except BaseException:
-            self.take_off()
+            self.detach()
             raise
         self.why_not = ""
 
-    def take_off(self) -> None:
+    def detach(self) -> None:
         """Everything back where it was, files gone."""
-        turns, self.turns = self.turns, None
-        if turns is None:
+        residency, self.residency = self.residency, None
+        if residency is None:
             return
         for undo in reversed(self.undos):
             undo()
@@ -155,46 +156,46 @@ class StageAttached:
         pipe = self.target.pipe
         if pipe is not None:
             vars(pipe).pop(DEVICE, None)
-        with contextlib.ExitStack() as last:  # one that fails keeps no other from its home
-            last.callback(turns.store.close)
-            for unit in turns.units:
-                last.callback(turns.bring_home, unit)
+        with contextlib.ExitStack() as last:  # one that fails keeps no other evicted
+            last.callback(residency.store.close)
+            for group in residency.groups:
+                last.callback(residency.give_back, group)
         self.cache.memory.clear()
         self.modules = {}
 
-    def _watch(self, unit: Group, pipe: Any) -> None:
-        for name in unit.names:
+    def _watch(self, group: Group, pipe: Any) -> None:
+        for name in group.names:
             component = getattr(pipe, name)
             module = unwrap_module(component)
             link = install(component, Hook(), HOOK)
-            link.around(functools.partial(self._forward, unit, name, module))
+            link.around(functools.partial(self._forward, group, name, module))
             self.links.append(link)
             self.undos.append(link.remove)
             _HOLDERS[module] = weakref.ref(self)
-            self.undos.append(functools.partial(_let_go, module))
-            for method in METHODS if unit.stage != "denoise" else ():
+            self.undos.append(functools.partial(_forget_holder, module))
+            for method in METHODS if group.stage != "denoise" else ():
                 if callable(getattr(type(module), method, None)):
-                    self.undos.append(self._wrap(unit, module, method))
-            if unit.stage != "denoise":
-                self._watch_inside(unit, module)
+                    self.undos.append(self._wrap(group, module, method))
+            if group.stage != "denoise":
+                self._watch_modules(group, module)
 
-    def _watch_inside(self, unit: Group, module: torch.nn.Module) -> None:
-        def let_in(args: tuple[Any, ...]) -> None:
-            if not unit.inside and not any(map(is_fake, args)):  # shapes alone need no weights
+    def _watch_modules(self, group: Group, module: torch.nn.Module) -> None:
+        def load(args: tuple[Any, ...]) -> None:
+            if not group.resident and not any(map(is_fake, args)):  # shapes alone need no weights
                 with self.lock:
-                    self._enter(unit)
+                    self._enter(group)
 
         for child in module.modules():
             if child is not module and (child._parameters or child._buffers):
-                self.undos.append(child.register_forward_pre_hook(LetIn(let_in)).remove)
+                self.undos.append(child.register_forward_pre_hook(LoadHook(load)).remove)
 
-    def _wrap(self, unit: Group, module: torch.nn.Module, method: str) -> Callable[[], None]:
+    def _wrap(self, group: Group, module: torch.nn.Module, method: str) -> Callable[[], None]:
         own = vars(module).get(method, _ABSENT)
         fn = getattr(module, method)
 
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return self._call(unit, functools.partial(fn, *args, **kwargs))
+            return self._call(group, functools.partial(fn, *args, **kwargs))
 
         vars(module)[method] = wrapped
 
@@ -210,70 +211,70 @@ class StageAttached:
 
     # ---- calls -----------------------------------------------------------------------------------------
 
-    def _forward(self, unit: Group, name: str, module: torch.nn.Module, ref: Any, *args: Any, **kwargs: Any) -> Any:
-        compute = functools.partial(self._call, unit, functools.partial(ref.body, *args, **kwargs))
-        turns = self.turns
-        if turns is None or not is_text_encoder(name) or not self._keeps_text:
+    def _forward(self, group: Group, name: str, module: torch.nn.Module, ref: Any, *args: Any, **kwargs: Any) -> Any:
+        compute = functools.partial(self._call, group, functools.partial(ref.body, *args, **kwargs))
+        residency = self.residency
+        if residency is None or not is_text_encoder(name) or not self._keeps_text:
             return compute()
         with self.lock:
-            turns.see_changes(unit, deeply=not unit.inside)
-            return self.cache.answer(name, unit, module, turns.device, args, kwargs, compute)
+            residency.see_changes(group, deeply=not group.resident)
+            return self.cache.answer(name, group, module, residency.device, args, kwargs, compute)
 
     @property
     def _keeps_text(self) -> bool:
         return self.lever.text_cache_bytes > 0 or self.cache.files is not None
 
-    def _call(self, unit: Group, compute: Callable[[], Any]) -> Any:
-        if self.turns is None:
+    def _call(self, group: Group, compute: Callable[[], Any]) -> Any:
+        if self.residency is None:
             return compute()
         with self.lock:
-            self._enter(unit)
-            unit.busy += 1
+            self._enter(group)
+            group.busy += 1
             try:
                 return compute()
             finally:
-                unit.busy -= 1
-                if not self.depth and self.turns is not None:
-                    self._all_away()
+                group.busy -= 1
+                if not self.depth and self.residency is not None:
+                    self._evict_all()
 
-    def _enter(self, unit: Group) -> None:
-        """Let a unit in, those that do not belong beside it out first."""
-        turns = self.turns
-        if turns is None:
+    def _enter(self, group: Group) -> None:
+        """Load a group, after evicting those that do not belong beside it."""
+        residency = self.residency
+        if residency is None:
             return
         run = current_run()
         seen = None if run is None else run.state.get(self.lever.name, {}).get("seen")
         moved = Moved()
         if seen is not None and run is not None:
-            for other in seen.note(unit, run):
+            for other in seen.note(group, run):
                 if other.stage != "denoise" or other.alternates:
                     other.stage, other.alternates = "denoise", False
                     run.note(
                         f"{self.lever.name}: {other.name} is called between denoiser calls, so it stays in with it"
                     )
-        if not unit.inside:
-            for other in turns.units:
-                if other.inside and not other.busy and self._apart(other, unit):
-                    moved.add(turns.put_away(other))
-            moved.add(turns.bring_in(unit))
+        if not group.resident:
+            for other in residency.groups:
+                if other.resident and not other.busy and self._apart(other, group):
+                    moved.add(residency.evict(other))
+            moved.add(residency.load(group))
         if seen is not None:
             seen.moved[seen.moment].add(moved)
-            seen.peaks[seen.moment] = max(seen.peaks[seen.moment], turns.inside_bytes)
+            seen.peaks[seen.moment] = max(seen.peaks[seen.moment], residency.resident_bytes)
 
-    def _apart(self, other: Group, unit: Group) -> bool:
-        """Must `other` leave when `unit` comes in?"""
-        if other.stage != unit.stage:
+    def _apart(self, other: Group, group: Group) -> bool:
+        """Must `other` leave when `group` comes in?"""
+        if other.stage != group.stage:
             return True
-        if unit.stage == "denoise":
-            return other.alternates and unit.alternates
+        if group.stage == "denoise":
+            return other.alternates and group.alternates
         return self.in_turn
 
-    def _all_away(self) -> Moved:
+    def _evict_all(self) -> Moved:
         moved = Moved()
-        assert self.turns is not None
-        for unit in self.turns.units:
-            if not unit.busy and not self.turns.is_away(unit):
-                moved.add(self.turns.put_away(unit))
+        assert self.residency is not None
+        for group in self.residency.groups:
+            if not group.busy and not self.residency.is_evicted(group):
+                moved.add(self.residency.evict(group))
         return moved
 
     # ---- runs ------------------------------------------------------------------------------------------
@@ -283,45 +284,45 @@ class StageAttached:
         pipe = self.target.pipe
         now = dict(modules_of(pipe))
         foreign = next((why for module in now.values() if (why := foreign_offload(module)) is not None), None)
-        if self.turns is not None and (foreign is not None or now != self.modules):
-            self.take_off()
+        if self.residency is not None and (foreign is not None or now != self.modules):
+            self.detach()
         if foreign is not None:
             self.why_not = f"the pipeline is moved by {foreign}"
             return
-        if self.turns is None:
+        if self.residency is None:
             try:
-                self.put_on()
+                self.attach()
             except DiffaccelError as error:
                 self.why_not = str(error)
             return
         for link in self.links:
             link.relink()
         moved_to = vars(pipe).get(DEVICE)
-        strange = self.turns.strange_device()
-        if strange is not None:
-            moved_to = vars(pipe)[DEVICE] = strange
+        foreign_device = self.residency.foreign_device()
+        if foreign_device is not None:
+            moved_to = vars(pipe)[DEVICE] = foreign_device
         if moved_to is not None:
-            self.turns.device = vars(pipe)[DEVICE] = indexed(moved_to)
+            self.residency.device = vars(pipe)[DEVICE] = indexed(moved_to)
 
     def begin_run(self, run: Run) -> None:
-        """Put away what was loaded, replaced or moved since the last run."""
-        run.state[self.lever.name] = {"seen": Seen(text=(self.cache.hits, self.cache.misses))}
+        """Evict what was loaded, replaced or moved since the last run."""
+        run.state[self.lever.name] = {"seen": StageRecord(text=(self.cache.hits, self.cache.misses))}
         self.depth += 1
-        if self.depth == 1 and self.turns is not None:
+        if self.depth == 1 and self.residency is not None:
             with self.lock:
-                self._all_away()
+                self._evict_all()
 
     def end_run(self, run: Run) -> None:
-        """Everything away, however the run ended."""
+        """Everything is evicted, however the run ended."""
         if self.lever.name not in run.state:
             return
         self.depth -= 1
-        if self.turns is None:
+        if self.residency is None:
             run.note(f"{self.lever.name} stood down: {self.why_not}")
         elif not self.depth:
             try:
                 with self.lock:
-                    self._all_away()
+                    self._evict_all()
             except DiffaccelError as error:  # weights that changed and find no room: they stay in memory
                 run.note(f"{self.lever.name}: {error}")
 

@@ -20,10 +20,10 @@ from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import foreign_offload
 from ...core.options import BOOLEAN, WHOLE_BYTES, take, whole
 from ...errors import BudgetError, IncompatibleError, InvalidOptionError, UnsupportedModelError
-from ..components import modules_of, parts, require_device
+from ..components import component_sizes, modules_of, require_device
 from ..store import in_memory
 from .attached import StageAttached, attached, holder
-from .peak import GIB, Part, Peak, Placement, choose, gib, total_bytes
+from .peak import GIB, Component, Peak, Placement, choose_placement, gib, total_bytes
 
 STORES = ("host", "disk")
 MIB = 1024**2
@@ -105,8 +105,8 @@ class StageOffload:
         """ "cpu" or "cuda"; a plan may be made for a machine that is not here."""
         return "cuda" if target.hardware.kind == "cuda" else self.compute_device(target.pipe).type
 
-    def place(self, found: list[Part], compute: str) -> tuple[Placement, Peak]:
-        """Store and turns for these parts, and the predicted peaks of weights (and kept outputs).
+    def place(self, found: list[Component], compute: str) -> tuple[Placement, Peak]:
+        """Store and turns for these components, and the predicted peaks of weights (and kept outputs).
 
         Raises:
             BudgetError: no placement keeps within `device_bytes` and `host_bytes`; says the least possible.
@@ -114,7 +114,7 @@ class StageOffload:
         stores = (self.store,) if self.store is not None else (("disk",) if compute == "cpu" else STORES)
         turns = (self.in_turn,) if self.in_turn is not None else (False, True)
         kept = self.text_cache_bytes if any(part.stage == "encode" for part in found) else 0
-        return choose(found, compute, self.device_bytes, self.host_bytes, 0, kept, stores, turns)
+        return choose_placement(found, compute, self.device_bytes, self.host_bytes, 0, kept, stores, turns)
 
     def peak_bytes(self, target: Target) -> int:
         """The device memory that weights need at most under this lever.
@@ -122,7 +122,7 @@ class StageOffload:
         Raises:
             BudgetError: as `place`.
         """
-        found = parts(target.pipe, target.spec, self.keep)
+        found = component_sizes(target.pipe, target.spec, self.keep)
         return self.place(found, self._kind(target))[1].device_bytes
 
     def check(self, target: Target) -> Verdict:
@@ -158,7 +158,7 @@ class StageOffload:
 
     def _fits(self, target: Target, kind: str) -> Verdict:
         try:
-            found = parts(target.pipe, target.spec, self.keep)
+            found = component_sizes(target.pipe, target.spec, self.keep)
             placement, peak = self.place(found, kind)
         except IncompatibleError as error:
             return Verdict.refuse(str(error), IncompatibleError)
@@ -197,7 +197,7 @@ class StageOffload:
 
     def predict(self, target: Target) -> Mapping[str, Any]:
         """Peaks of weights on device and host, computed from their sizes; the time is unmeasured."""
-        found = parts(target.pipe, target.spec, self.keep)
+        found = component_sizes(target.pipe, target.spec, self.keep)
         placement, peak = self.place(found, self._kind(target))
         return {
             "weights_gib": round(peak.device_bytes / GIB, 4),
@@ -219,10 +219,10 @@ class StageOffload:
                 "move the pipeline there), or store='disk'"
             )
         switch = StageAttached(self, target)
-        switch.put_on()
+        switch.attach()
         return Edit(
             self.name,
-            switch.take_off,
+            switch.detach,
             begin_run=switch.begin_run,
             end_run=switch.end_run,
             relink=switch.follow,

@@ -1,7 +1,7 @@
 """Outputs of encoders, kept: in memory up to a cap (least recently used out first), and in files on request.
 
 Plain data and tensors; who encodes what and when is not known here. An output is taken apart into tensors and a
-JSON-able form (`pack`), so that both stores hold the same and a file holds no code. What a store gives back is
+JSON-able form (`pack_output`), so that both stores hold the same and a file holds no code. What a store gives back is
 equal bit for bit to what was put in, and its own copy each time: a pipeline may write into it.
 """
 
@@ -35,7 +35,7 @@ class Unkeepable(TypeError):
 
 
 @dataclass(frozen=True)
-class Kept:
+class PackedOutput:
     """A packed output: its tensors by name (on the host, nobody else's), and its form."""
 
     tensors: Mapping[str, torch.Tensor]
@@ -47,7 +47,7 @@ class Kept:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-def pack(output: Any) -> Kept:
+def pack_output(output: Any) -> PackedOutput:
     """Take an encoder's output apart; its tensors are cloned to the host.
 
     Tensors, None, numbers, strings, tuples, lists, dicts and the output classes of transformers and diffusers.
@@ -76,10 +76,10 @@ def pack(output: Any) -> Kept:
         raise Unkeepable(f"{type(value).__module__}.{type(value).__qualname__}")
 
     made = form(output)
-    return Kept(tensors, made)
+    return PackedOutput(tensors, made)
 
 
-def unpack(kept: Kept, device: torch.device | str = "cpu") -> Any:
+def unpack_output(kept: PackedOutput, device: torch.device | str = "cpu") -> Any:
     """The output again, on `device`, with tensors of its own."""
     made: dict[str, torch.Tensor] = {}
 
@@ -140,12 +140,12 @@ class MemoryStore:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self.size_bytes = confirm("limit_bytes", limit_bytes, whole(0, WHOLE_BYTES)), 0
         self.hits = self.misses = self.too_large = 0
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, PackedOutput] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, key: str) -> Kept | None:
+    def get(self, key: str) -> PackedOutput | None:
         """What is kept under `key` (and most recently used now), or None."""
         found = self._kept.get(key)
         if found is None:
@@ -155,7 +155,7 @@ class MemoryStore:
         self._kept.move_to_end(key)
         return found
 
-    def put(self, key: str, kept: Kept) -> None:
+    def put(self, key: str, kept: PackedOutput) -> None:
         """Keep an output, at the cost of the least recently used ones."""
         if kept.size_bytes > self.limit_bytes:
             self.too_large += 1
@@ -193,7 +193,7 @@ class FileStore:
         """Where the output of `key` is kept."""
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.safetensors"
 
-    def get(self, key: str) -> Kept | None:
+    def get(self, key: str) -> PackedOutput | None:
         """What is kept under `key`, verified, or None."""
         path = self.path(key)
         if not path.exists():
@@ -205,14 +205,14 @@ class FileStore:
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             if about.get("key") == key and about.get("digest") == digest(tensors):
                 self.hits += 1
-                return Kept(tensors, json.loads(about["form"]))
+                return PackedOutput(tensors, json.loads(about["form"]))
         except (SafetensorError, OSError, KeyError, json.JSONDecodeError):
             pass
         self.spoilt += 1
         self.misses += 1
         return None
 
-    def put(self, key: str, kept: Kept) -> None:
+    def put(self, key: str, kept: PackedOutput) -> None:
         """Write an output; an error of the disk leaves no file behind."""
         about = {"key": key, "form": json.dumps(kept.form), "digest": digest(kept.tensors)}
         handle, name = tempfile.mkstemp(suffix=".part", dir=self.folder)

@@ -1,7 +1,7 @@
 """What a placement will take, of the device and of the host, before anything moves. Plain numbers.
 
 Weights are known to the byte; what computing takes beside them (activations, workspaces) is an allowance per moment
-that the caller gives. `choose` picks the fastest placement that fits, or refuses with the least possible.
+that the caller gives. `choose_placement` picks the fastest placement that fits, or refuses with the least possible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CHUNK_BYTES = 16 << 20  # a transfer from disk holds this much beside what it fi
 
 
 @dataclass(frozen=True)
-class Part:
+class Component:
     """What moves as one: a component (or several that share weights).
 
     `stage` is one of MOMENTS, or "always" for what stays on the device. Parts of one stage are in together, but
@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parts that are not at work are kept: on the "device" (nothing moves), the "host" or on "disk".
+    """Where the components that are not at work are kept: on the "device" (nothing moves), the "host" or on "disk".
 
     `in_turn`: only one part is in at a time, though encoders then move once for each prompt.
     """
@@ -60,23 +60,23 @@ class Peak:
         return max(self.moments, key=lambda moment: self.moments[moment])
 
 
-def total_bytes(parts: Iterable[Part]) -> int:
+def total_bytes(components: Iterable[Component]) -> int:
     """All weights."""
-    return sum(part.size_bytes for part in parts)
+    return sum(part.size_bytes for part in components)
 
 
-def weights_by_moment(parts: Iterable[Part], placement: Placement) -> dict[str, int]:
+def weights_by_moment(components: Iterable[Component], placement: Placement) -> dict[str, int]:
     """The most weight bytes on the device in each moment.
 
     A decoder may be called among the encoders (image-to-image); it then comes alone, which its own moment covers.
     """
-    parts = list(parts)
+    components = list(components)
     if placement.store == "device":
-        return dict.fromkeys(MOMENTS, total_bytes(parts))
-    stays = sum(part.size_bytes for part in parts if part.stage == "always")
+        return dict.fromkeys(MOMENTS, total_bytes(components))
+    stays = sum(part.size_bytes for part in components if part.stage == "always")
     found = {}
     for moment in MOMENTS:
-        mine = [part for part in parts if part.stage == moment]
+        mine = [part for part in components if part.stage == moment]
         one = max((part.size_bytes for part in mine if part.alternates), default=0)
         rest = [part.size_bytes for part in mine if not part.alternates]
         # What stands by the denoiser (a ControlNet) works in every step: taking turns would move it each time.
@@ -85,8 +85,8 @@ def weights_by_moment(parts: Iterable[Part], placement: Placement) -> dict[str, 
     return found
 
 
-def predict(
-    parts: Iterable[Part],
+def predict_peak(
+    components: Iterable[Component],
     placement: Placement,
     compute: str,
     activation_bytes: Mapping[str, int] | int = 0,
@@ -94,23 +94,23 @@ def predict(
 ) -> Peak:
     """Peaks of a run. `compute` is the device's type ("cpu", "cuda"); `kept_bytes` what the host keeps beside
     weights (embeddings); `activation_bytes` the allowance for computing, one number or one per moment."""
-    parts = list(parts)
-    whole = total_bytes(parts)
+    components = list(components)
+    whole = total_bytes(components)
     allowance = activation_bytes if isinstance(activation_bytes, Mapping) else dict.fromkeys(MOMENTS, activation_bytes)
-    moments = {m: b + allowance.get(m, 0) for m, b in weights_by_moment(parts, placement).items()}
+    moments = {m: b + allowance.get(m, 0) for m, b in weights_by_moment(components, placement).items()}
     device = max(moments.values(), default=0)
     chunk = CHUNK_BYTES if placement.store == "disk" else 0
     # While weights that lie on the host are put away, the one part that moves is there twice (a file is read back).
-    twice = whole + max((part.size_bytes for part in parts), default=0) if placement.store != "device" else whole
+    twice = whole + max((part.size_bytes for part in components), default=0) if placement.store != "device" else whole
     if compute == "cpu":
         return Peak(device, device + kept_bytes, twice, moments)
-    moved = sum(part.size_bytes for part in parts if part.stage != "always")
+    moved = sum(part.size_bytes for part in components if part.stage != "always")
     held = {"device": 0, "host": moved, "disk": chunk}[placement.store] + kept_bytes
     return Peak(device, held, twice, moments)
 
 
-def choose(
-    parts: Iterable[Part],
+def choose_placement(
+    components: Iterable[Component],
     compute: str,
     device_bytes: int | None = None,
     host_bytes: int | None = None,
@@ -124,12 +124,12 @@ def choose(
     Raises:
         BudgetError: none is; says the least possible of the limit that is broken.
     """
-    parts = list(parts)
+    components = list(components)
     tried: list[tuple[Placement, Peak]] = []
     for turn in turns:
         for store in stores:
             placement = Placement(store, turn)
-            peak = predict(parts, placement, compute, activation_bytes, kept_bytes)
+            peak = predict_peak(components, placement, compute, activation_bytes, kept_bytes)
             tried.append((placement, peak))
             if _within(peak.device_bytes, device_bytes) and _within(peak.host_bytes, host_bytes):
                 return placement, peak

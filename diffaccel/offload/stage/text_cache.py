@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import DiffaccelError
-from .embeddings import FileStore, Kept, MemoryStore, Unkeepable, feed, key_of, pack, unpack
+from .embeddings import FileStore, MemoryStore, PackedOutput, Unkeepable, feed, key_of, pack_output, unpack_output
 from .residency import Group
 
 _SETTINGS = (bool, int, float, str, type(None))
@@ -38,7 +38,7 @@ class TextCache:
     def answer(
         self,
         name: str,
-        unit: Group,
+        group: Group,
         module: torch.nn.Module,
         device: torch.device,
         args: tuple[Any, ...],
@@ -50,28 +50,28 @@ class TextCache:
         if call is None:
             self.bypassed += 1
             return compute()
-        key = f"{name}|{unit.version}|{call}"
+        key = f"{name}|{group.version}|{call}"
         found = self.memory.get(key)
         if found is None and self.files is not None:
-            found = self.files.get(self._file_key(name, unit, module, call))
+            found = self.files.get(self._file_key(name, group, module, call))
             if found is not None:
                 self.memory.put(key, found)
         if found is not None:
             self.hits += 1
-            return unpack(found, device)
+            return unpack_output(found, device)
         self.misses += 1
         output = compute()
-        self._keep(key, name, unit, module, call, output)
+        self._keep(key, name, group, module, call, output)
         return output
 
-    def learn(self, name: str, unit: Group, module: torch.nn.Module) -> None:
+    def learn(self, name: str, group: Group, module: torch.nn.Module) -> None:
         """Hash an encoder's weights while they are in memory (only files need that)."""
         if self.files is not None:
-            self._content(name, unit, module)
+            self._content(name, group, module)
 
-    def _keep(self, key: str, name: str, unit: Group, module: torch.nn.Module, call: str, output: Any) -> None:
+    def _keep(self, key: str, name: str, group: Group, module: torch.nn.Module, call: str, output: Any) -> None:
         try:
-            kept: Kept = pack(output)
+            kept: PackedOutput = pack_output(output)
         except Unkeepable:
             self.bypassed += 1
             return
@@ -79,7 +79,7 @@ class TextCache:
         self.memory.put(key, kept)
         if self.files is not None:
             try:
-                self.files.put(self._file_key(name, unit, module, call), kept)
+                self.files.put(self._file_key(name, group, module, call), kept)
             except OSError as error:
                 raise DiffaccelError(f"text_store={str(self.files.folder)!r}: {error}") from error
 
@@ -93,13 +93,13 @@ class TextCache:
         except Unkeepable:
             return None
 
-    def _file_key(self, name: str, unit: Group, module: torch.nn.Module, call: str) -> str:
-        return f"{type(module).__module__}.{type(module).__qualname__}|{self._content(name, unit, module)}|{call}"
+    def _file_key(self, name: str, group: Group, module: torch.nn.Module, call: str) -> str:
+        return f"{type(module).__module__}.{type(module).__qualname__}|{self._content(name, group, module)}|{call}"
 
-    def _content(self, name: str, unit: Group, module: torch.nn.Module) -> str:
+    def _content(self, name: str, group: Group, module: torch.nn.Module) -> str:
         known = self._contents.get(name)
-        if known is None or known[0] != unit.version:
-            known = self._contents[name] = (unit.version, content(module))
+        if known is None or known[0] != group.version:
+            known = self._contents[name] = (group.version, content(module))
         return known[1]
 
 
