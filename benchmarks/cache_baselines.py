@@ -87,9 +87,9 @@ def pinned(base: type, sigmas: Sequence[float]) -> type:
 # ---- the noise floor -----------------------------------------------------------------------------------------------
 
 
-def bfloat16(load: Callable[..., Any]) -> Any:
-    """The pipeline in bfloat16: rounding alone."""
-    return load(torch_dtype=torch.bfloat16)
+def rounded(dtype: torch.dtype) -> Callable[[Callable[..., Any]], Any]:
+    """The pipeline in another dtype: rounding alone."""
+    return lambda load: load(torch_dtype=dtype)
 
 
 def compiled(load: Callable[..., Any]) -> Any:
@@ -99,4 +99,20 @@ def compiled(load: Callable[..., Any]) -> Any:
     return accelerate(load(), preset=None, strict=True, compile=True)
 
 
-NOISE: dict[str, Callable[[Callable[..., Any]], Any]] = {"bfloat16": bfloat16, "compile": compiled}
+@dataclass(frozen=True)
+class Noise:
+    """A run that leaves nothing out and differs from the plain one in rounding alone."""
+
+    name: str
+    prepare: Callable[[Callable[..., Any]], Any]
+    singly: bool = False  # prompts one at a time instead of in batches: other shapes of product, other rounding
+
+
+def noise(dtype: str) -> list[Noise]:
+    """What stands beside every figure in this dtype."""
+    other = "float32" if dtype == "bfloat16" else "bfloat16"
+    return [
+        Noise("one-by-one", lambda load: load(), singly=True),
+        Noise(other, rounded(getattr(torch, other))),
+        Noise("compile", compiled),
+    ]

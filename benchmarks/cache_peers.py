@@ -1,9 +1,9 @@
 """The peers: diffusers' own caches and cache-dit, each at several settings, enabled as their documentation says.
 
 A peer is run on a fresh pipeline per setting, because what they leave behind after `disable` is not always plain
-(shared/spec/peers.md 3.3, 3.4). Thresholds and schedules were chosen for this testbed so that each peer has
-settings at or just below 14 and 9 computed steps of 28. The schedules of diffusers' TaylorSeer with `after` are the
-best of all its intervals and limits by the surrogate of search_schedule.py.
+(tests/reported/test_faults_of_cache_dit.py). Thresholds and schedules were chosen for this testbed so that each peer
+has settings at or just below 14 and 9 computed steps of 28. The schedules of diffusers' TaylorSeer with `after` are
+the best of all its intervals and limits by the surrogate of search_schedule.py.
 """
 
 from __future__ import annotations

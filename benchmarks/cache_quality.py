@@ -4,12 +4,13 @@
     python benchmarks/cache_quality.py --full      # 50 steps too
     python benchmarks/cache_quality.py --quick     # 2 prompts, no times: does everything run?
     python benchmarks/cache_quality.py --only searched euler --prompts 8
+    python benchmarks/cache_quality.py --kinds image --dtype bfloat16 --rounds 0   # a file of its own
 
 Per setting: full-stack forwards and all work per guidance branch and run (counted at the denoiser's linear layers,
 for ours and the peers alike), PSNR and SSIM to the plain run of as many steps and to one of 112, the prompt score,
 and the pipeline call's time over the plain one's (interleaved medians). Beside them: plain Euler with fewer steps,
-UniPC and DPM++ at equal cost, and the noise floor. `comparison` answers who is best at 14 and at 9 of 28 computed
-steps, with paired bootstrap intervals over the prompts.
+UniPC and DPM++ at equal cost, and the noise floor of the dtype: runs that differ from the plain one in rounding alone.
+`comparison` answers who is best at 14 and at 9 of 28 computed steps, with paired bootstrap intervals over the prompts.
 
 Adaptive methods run one prompt at a time, as a user would; those whose steps are fixed run in batches of 8, which
 gives the same pictures. PSNR is of float pictures, not of 8-bit ones, and stops at 100 dB. Times are of single
@@ -36,7 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cache_baselines import NOISE, baselines
+from cache_baselines import baselines, noise
 from cache_calibrate import Context
 from cache_compare import CAPS, compare, draw, table
 from cache_peers import PEERS, REFUSALS, versions
@@ -58,7 +59,7 @@ from diffaccel.errors import DiffaccelError
 
 PROMPTS = {"image": 32, "video": 8}
 TRAIN_PROMPTS = 4  # for peers that calibrate
-NOISE_PROMPTS = 4  # bfloat16 is slow on most CPUs
+NOISE_PROMPTS = 8  # bfloat16 is slow on most CPUs
 BATCH = 8
 
 
@@ -116,6 +117,7 @@ def bench_ours(bench: Bench, context: Context) -> None:
             continue
         head = {"name": setting.name, "group": "ours", "method": setting.method}
         head |= {"options": dict(setting.options), "adaptive": setting.adaptive}
+        head |= {"origin": setting.origin} if setting.origin else {}
         pipe = bench.place.load()
         try:
             setting.apply(pipe, context)
@@ -157,13 +159,13 @@ def bench_baselines(bench: Bench) -> None:
 
 
 def bench_noise(bench: Bench, limit_s: float) -> None:
-    for name, prepare in NOISE.items():
-        if not bench.wanted(name):
+    for run in noise(bench.place.dtype):
+        if not bench.wanted(run.name):
             continue
-        head = {"name": name, "group": "noise", "method": name, "adaptive": False}
+        head = {"name": run.name, "group": "noise", "method": run.name, "adaptive": run.singly}
         began = time.perf_counter()
         try:
-            pipe = prepare(bench.place.load)
+            pipe = run.prepare(bench.place.load)
             bench.place.generate(pipe, 1, batch=1, count=1)  # compiles here, or shows that it cannot
         except (DiffaccelError, RuntimeError) as error:
             bench.refuse(head, "not run", error)
@@ -172,13 +174,13 @@ def bench_noise(bench: Bench, limit_s: float) -> None:
         if spent > limit_s:
             bench.refuse(head, "not run", f"getting ready took {spent:.0f} s, more than {limit_s:g} s")
             continue
-        bench.measure(head, pipe, bench.steps, False, count=NOISE_PROMPTS)
+        bench.measure(head, pipe, bench.steps, run.singly, count=NOISE_PROMPTS)
 
 
 def run_kind(args: argparse.Namespace, kind: str, steps: int) -> dict[str, Any]:
     """One testbed at one number of steps; says why where it has no weights."""
     began = time.perf_counter()
-    place = world(kind, args.prompts or (2 if args.quick else PROMPTS[kind]))
+    place = world(kind, args.prompts or (2 if args.quick else PROMPTS[kind]), dtype=args.dtype)
     try:
         plain = place.load()
     except (FileNotFoundError, NotImplementedError) as error:
@@ -190,13 +192,13 @@ def run_kind(args: argparse.Namespace, kind: str, steps: int) -> dict[str, Any]:
     references["plain"] = place.generate(plain, steps, batch=BATCH)
     wanted = (lambda name: any(part in name for part in args.only)) if args.only else (lambda name: True)
     bench = Bench(place, steps, 0 if args.quick else args.rounds, yard, plain, references, wanted)
-    context = Context(steps, world(kind, TRAIN_PROMPTS, "train"), yard.branches)
+    context = Context(steps, world(kind, TRAIN_PROMPTS, "train", args.dtype), yard.branches)
     bench_ours(bench, context)
     bench_peers(bench, context)
     bench_baselines(bench)
     bench_noise(bench, args.prepare_limit)
-    name = f"cache_quality_{kind}_{steps}.png"
-    title = f"{kind} testbed, {steps} steps, {len(place.prompts)} held-out prompts (testbed only)"
+    name = f"cache_quality_{kind}_{steps}{suffix(args)}.png"
+    title = f"{kind} testbed, {args.dtype}, {steps} steps, {len(place.prompts)} held-out prompts (testbed only)"
     reason = draw(bench.rows, title, args.out / name)
     say(table(bench.rows))
     return {
@@ -212,6 +214,11 @@ def run_kind(args: argparse.Namespace, kind: str, steps: int) -> dict[str, Any]:
     }
 
 
+def suffix(args: argparse.Namespace) -> str:
+    """What is added to the names of the results: nothing for float32."""
+    return "" if args.dtype == "float32" else f"_{args.dtype}"
+
+
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -219,6 +226,7 @@ def say(line: str) -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fidelity of step caches against what they compute.")
     parser.add_argument("--kinds", nargs="+", default=["image", "video"], choices=["image", "video"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of every run")
     parser.add_argument("--full", action="store_true", help="50 steps as well as 28")
     parser.add_argument("--quick", action="store_true", help="2 prompts and no times, unless told otherwise")
     parser.add_argument("--only", nargs="+", metavar="PART", help="settings with one of these in their names")
@@ -237,6 +245,8 @@ def main() -> None:
         runs = [run_kind(args, kind, n) for kind in args.kinds for n in ((STEPS, 50) if args.full else (STEPS,))]
     document = {
         "label": "testbed only",
+        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
+        "dtype": args.dtype,
         "reference_steps": REFERENCE_STEPS,
         "batch": {"adaptive": 1, "fixed": BATCH, "timed": 1},
         "versions": {"torch": torch.__version__, **versions()},
@@ -245,7 +255,7 @@ def main() -> None:
         "seconds": round(time.perf_counter() - began),
     }
     text = json.dumps(document, indent=1, allow_nan=False)
-    (args.out / "cache_quality.json").write_text(text + "\n")
+    (args.out / f"cache_quality{suffix(args)}.json").write_text(text + "\n")
     print(text)
 
 

@@ -31,10 +31,11 @@ class World:
     kind: str
     prompts: tuple[str, ...]
     seed: int = 0
+    dtype: str = "float32"  # or "bfloat16": of everything that runs, plain and accelerated
 
     def load(self, **options: Any) -> Any:
         """A fresh, plain pipeline. FileNotFoundError where this kind has no trained weights (yet)."""
-        pipe = testbed.load(self.kind, **options)
+        pipe = testbed.load(self.kind, **{"torch_dtype": getattr(torch, self.dtype), **options})
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -52,9 +53,9 @@ class World:
         return np.concatenate(out)
 
 
-def world(kind: str, count: int, split: str = "test") -> World:
+def world(kind: str, count: int, split: str = "test", dtype: str = "float32") -> World:
     """The first `count` prompts of a split; "test" is held out of the training of the weights."""
-    return World(kind, tuple(testbed.prompts(split, count, kind=kind)))
+    return World(kind, tuple(testbed.prompts(split, count, kind=kind)), dtype=dtype)
 
 
 # ---- work ----------------------------------------------------------------------------------------------------------

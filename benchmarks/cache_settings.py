@@ -6,8 +6,11 @@ shows up in the results with its reason.
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from cache_calibrate import Context, even_steps
@@ -16,24 +19,7 @@ from diffaccel import accelerate
 
 KINDS = ("image", "video")
 
-# Found by search_schedule.py on 4 to 16 training prompts of a testbed: (kind, computed steps, order of Newton's
-# forecast, order of the correction behind it or 0, axis, schedule of 28 steps, 1 = computed). Good for this testbed,
-# step count and sigma schedule only.
-SEARCHED: tuple[tuple[str, int, int, int, str, str], ...] = (
-    ("image", 14, 2, 0, "sigma", "1010010101010101001010101011"),
-    ("image", 14, 2, 0, "step", "1010010100101001010101010111"),
-    ("image", 14, 1, 1, "sigma", "1101010010010010001011011011"),
-    ("image", 14, 2, 2, "sigma", "1010010110101001001001011011"),
-    ("image", 14, 2, 2, "sigma", "1101010110010010011001001011"),
-    ("image", 9, 3, 0, "sigma", "1010001000010001001001001001"),
-    ("image", 9, 2, 0, "step", "1010001000100010001000100101"),
-    ("image", 9, 2, 2, "sigma", "1001000100010001001000100101"),
-    ("image", 9, 1, 2, "sigma", "1001000100010010001001000101"),
-    ("video", 14, 1, 0, "sigma", "1010101010010100101010101110"),
-    ("video", 14, 1, 2, "sigma", "1010101010001001001010101111"),
-    ("video", 9, 1, 0, "sigma", "1000100010001010001001001010"),
-)
-STACK_TOO = (0, 5)  # rows that are tried in the scope "stack" as well
+RESULTS = Path(__file__).parent / "results"
 
 ADAPTIVE = frozenset(
     {"first_block", "teacache", "dbcache", "seacache", "easycache", "dicache", "adacache"}
@@ -50,6 +36,7 @@ class Setting:
     calibrated: Mapping[str, str] = field(default_factory=dict)  # override key -> what of the Context is its value
     kinds: tuple[str, ...] = ("image", "video")
     steps: tuple[int, ...] = ()  # step counts it is for; empty: any
+    origin: str = ""  # the file that says how its steps were found
 
     @property
     def adaptive(self) -> bool:
@@ -67,29 +54,38 @@ def _one(method: str, tag: str, calibrated: Mapping[str, str] | None = None, **p
     return Setting(f"{method}-{tag}", curve, options, calibrated or {})
 
 
-def _schedule(tag: str, kind: str, steps: str, order: int, correct: int = 0, **more: Any) -> Setting:
+def _schedule(tag: str, kind: str, steps: str, order: int, correct: int = 0, origin: str = "", **more: Any) -> Setting:
     """Our step schedule; `correct`: the order at which skipped steps are made good (see search_schedule.py)."""
     options = {"cache": "schedule", "cache_steps": steps, "cache_order": order}
     options |= {f"cache_{key}": value for key, value in more.items()}
     if correct:
         options["cache_correct"] = correct
     method = f"schedule-order{order}" + (f"-correct{correct}" if correct else "")
-    return Setting(f"schedule-{tag}", method, options, kinds=(kind,), steps=(28,))
+    return Setting(f"schedule-{tag}", method, options, kinds=(kind,), steps=(28,), origin=origin)
 
 
-def _searched(
-    kind: str,
-    computed: int,
-    order: int,
-    correct: int,
-    coordinate: str,
-    steps: str,
-    scope: str = "denoiser",
-    number: int = 0,
-) -> Setting:
-    tag = f"searched{number}-{computed}-order{order}" + (f"-correct{correct}" if correct else "")
-    tag += f"-{coordinate}" + ("" if scope == "denoiser" else f"-{scope}")
-    return _schedule(tag, kind, steps, order, correct, coordinate=coordinate, scope=scope)
+@functools.cache
+def search_results(kind: str) -> list[dict[str, Any]]:
+    """What search_schedule.py found on training prompts and wrote down, with its arguments and seed beside it.
+
+    Good for this testbed, step count and sigma schedule only.
+    """
+    return json.loads((RESULTS / _searched_file(kind)).read_text())["schedules"]
+
+
+def _searched_file(kind: str) -> str:
+    return f"search_schedule_{kind}.json"
+
+
+def _searched(kind: str) -> list[Setting]:
+    """Every schedule that the search found; "picked" is the one that it takes, by training prompts alone."""
+    out = []
+    for row in search_results(kind):
+        tag = f"searched-{row['computed']}-order{row['order']}"
+        tag += (f"-correct{row['correct']}" if row["correct"] else "") + ("-picked" if row["refined"] else "")
+        more = {"coordinate": row["coordinate"], "scope": "denoiser"}
+        out.append(_schedule(tag, kind, row["mask"], row["order"], row["correct"], _searched_file(kind), **more))
+    return out
 
 
 def settings() -> list[Setting]:
@@ -112,14 +108,13 @@ def settings() -> list[Setting]:
         _one("interval", "n2", interval=2),
         *(_schedule(f"even{k}-order1", kind, even[k], 1, coordinate="sigma") for k in even for kind in KINDS),
         *(_schedule(f"even{k}-correct2", kind, even[k], 1, 2, coordinate="sigma") for k in even for kind in KINDS),
-        *(_searched(*row, number=i) for i, row in enumerate(SEARCHED)),
-        *(_searched(*SEARCHED[i], scope="stack", number=i) for i in STACK_TOO),
+        *(setting for kind in KINDS for setting in _searched(kind)),
     ]
 
 
 def searched_mask(kind: str, computed: int) -> str:
-    """The first searched schedule of so many computed steps; LookupError where there is none."""
-    found = [row[5] for row in SEARCHED if row[:2] == (kind, computed)]
-    if not found:
+    """Of so many computed steps the schedule, searched without a correction, that did best on training prompts."""
+    rows = [row for row in search_results(kind) if row["computed"] == computed and not row["correct"]]
+    if not rows:
         raise LookupError(f"no schedule was searched for {computed} steps of the {kind} testbed")
-    return found[0]
+    return str(max(rows, key=lambda row: row["train_psnr_db"])["mask"])

@@ -43,7 +43,7 @@ def compile_blocks(pipe: Any) -> Any:
     return pipe
 
 
-def test_c61_compiled_blocks(graphs: Callable[[], int]) -> None:
+def test_blocks_compiled_before_or_after_the_cache(graphs: Callable[[], int]) -> None:
     """Comfy-WaveSpeed#131: blocks compiled before or after the cache, two sizes: right, no graph more than plain."""
     calls = [STEPS | size | tiny.no_guidance("wan") for size in ({}, second_size("wan"))]
     pipe = compile_blocks(tiny.build("wan"))
@@ -65,7 +65,7 @@ def test_c61_compiled_blocks(graphs: Callable[[], int]) -> None:
     assert graphs() == made, "blocks are compiled whole, once, whatever stands around them"
 
 
-def test_c61_modules_inside_compiled_blocks(graphs: Callable[[], int]) -> None:
+def test_modules_inside_compiled_blocks_are_refused(graphs: Callable[[], int]) -> None:
     """Modules cannot be left out of a block that is one graph: refused by name, with what to do."""
     pipe = compile_blocks(tiny.build("wan"))
     with pytest.raises(IncompatibleError, match="use_lite_mode=True"):
@@ -77,7 +77,7 @@ def test_c61_modules_inside_compiled_blocks(graphs: Callable[[], int]) -> None:
 
 
 @pytest.mark.parametrize("method", ["first_block", "taylorseer lite"])
-def test_fault_16_the_denoiser_compiled_as_a_whole(method: str, graphs: Callable[[], int]) -> None:
+def test_the_denoiser_compiled_as_a_whole(method: str, graphs: Callable[[], int]) -> None:
     """cache-dit made 8 graphs of a FLUX of 1 + 2 blocks, diffusers 8 and 2 more in the second call."""
 
     def built() -> Any:
@@ -97,7 +97,7 @@ def test_fault_16_the_denoiser_compiled_as_a_whole(method: str, graphs: Callable
     assert graphs() == made, "a second identical call compiled again"
 
 
-def test_c60_a_new_size(graphs: Callable[[], int]) -> None:
+def test_a_new_size_compiles_nothing_anew(graphs: Callable[[], int]) -> None:
     """diffusers#14297: first as many tokens as channels (32), then more: nothing is compiled anew."""
     call: dict[str, Any] = STEPS | tiny.no_guidance("wan") | {"num_frames": 13, "width": 64}
     pipe = tiny.build("wan")

@@ -113,7 +113,7 @@ class Below(ModelHook):
 
 
 @pytest.mark.parametrize("family", CACHES)
-def test_x1_lower_hook_removed_while_the_cache_is_on(family: str) -> None:
+def test_a_lower_hook_removed_while_the_cache_is_on(family: str) -> None:
     """HookRegistry.remove_hook on a hook below ours must not cut the cache out of the chain."""
     pipe = tiny.build(family)
     for block in tiny.blocks(pipe.transformer):
@@ -131,7 +131,7 @@ def test_x1_lower_hook_removed_while_the_cache_is_on(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CACHES)
-def test_x1_group_offload_removed_while_the_cache_is_on(family: str) -> None:
+def test_group_offload_removed_while_the_cache_is_on(family: str) -> None:
     """The same with diffusers' group offload, the case that was seen: last block from 1 call to 8."""
     pipe = tiny.build(family)
     offload(pipe.transformer)

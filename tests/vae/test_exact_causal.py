@@ -102,7 +102,7 @@ def spoilt(vae: Any, cut: int) -> tuple[int, int]:
 
 
 def test_the_halo_of_wan_is_thirteen_latents() -> None:
-    """quant_memory.md 4.2, and the lines that a NaN spreads: neither fewer nor more."""
+    """Counted by hand from the layers (13 latents), and the lines that a NaN spreads: neither fewer nor more."""
     vae = wan_deep().eval()
     halos = [reached(vae, cut, False, {}).halo for cut in range(4)]
     assert halos == [(13, 13), (12, 12), (10, 10), (7, 7)]

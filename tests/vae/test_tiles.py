@@ -44,7 +44,7 @@ def test_fits_exactly_where_diffusers_returns_the_right_size(overlap: float) -> 
 
 
 def test_the_known_wrong_size_is_moved() -> None:
-    """quant_memory.md 4.1: 20x20 latents, tile 10, overlap 0.25 gave 168 px instead of 160."""
+    """Diffusers 0.42.1: 20x20 latents, tile 10, overlap 0.25 gave 168 px instead of 160."""
     assert not overlap_fits(10, 8, 0.25)
     moved = nearest_overlap([(10, 8)], 0.25)
     assert overlap_fits(10, 8, moved) and abs(moved - 0.25) <= 0.1

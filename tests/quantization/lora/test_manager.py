@@ -57,7 +57,7 @@ def test_equals_peft_and_goes_without_a_trace(family: str, merge: bool) -> None:
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_c40_strengths_are_absolute(merge: bool) -> None:
+def test_strengths_are_absolute(merge: bool) -> None:
     """0.5, 1.0, 0.5, removed: the third run is the first, the fourth the base. Set twice is set once; 0 is off."""
     pipe = attach(tiny.build("flux"))
     plain = tiny.run(pipe, "flux")
@@ -108,7 +108,7 @@ def test_every_order_gives_one_picture(family: str, quantization: str, tmp_path:
     assert all(close(result, found[0]) for result in found)
 
 
-def test_c37_the_branch_is_not_computed_in_eight_bits() -> None:
+def test_the_branch_is_not_computed_in_eight_bits() -> None:
     """FP8 storage first and the adapter first agree, and the error is that of the base alone."""
     pipe = tiny.build("flux")
     state = state_dict(pipe, "flux")

@@ -1,4 +1,4 @@
-"""The core invariants (DESIGN 4) over every step cache, on pictures and on video."""
+"""The core invariants over every step cache, on pictures and on video."""
 
 from __future__ import annotations
 

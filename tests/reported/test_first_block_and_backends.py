@@ -1,4 +1,4 @@
-"""Bug reports of this field as tests (shared/spec/bugs.md); each test names its case."""
+"""Public bug reports about accelerators as tests of ours; each test names the report (repository#number)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.invariants.test_first_block import ByHand
 
 
 @pytest.mark.parametrize("family", CACHES)
-def test_c01_a_second_size(family: str) -> None:
+def test_another_size_starts_afresh(family: str) -> None:
     """ComfyUI-TeaCache#17: a run of another size does not meet the first one's residual."""
     pipe = accelerated(family, "cache", cache_threshold=REUSE_ALL)
     new = accelerated(family, "cache", cache_threshold=REUSE_ALL)
@@ -44,7 +44,7 @@ def test_c01_a_second_size(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CACHES)
-def test_c03_a_cancelled_request(family: str) -> None:
+def test_a_cancelled_run_leaves_nothing(family: str) -> None:
     """unsloth#6703: after a cancel at step 3 the same and another size are right, and no byte is held."""
     pipe = accelerated(family, "cache")
     with pytest.raises(Stop):
@@ -59,7 +59,7 @@ def test_c03_a_cancelled_request(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CACHES)
-def test_c04_on_off_on_after_a_warm_up(family: str) -> None:
+def test_on_off_on_after_a_plain_run(family: str) -> None:
     """diffusers#14037: plain, on, off, on: no error, and outputs repeat."""
     pipe = attach(tiny.build(family))
     options = {"threshold": THRESHOLD[family], "min_steps": 0, "last_steps": 0}
@@ -70,7 +70,7 @@ def test_c04_on_off_on_after_a_warm_up(family: str) -> None:
         pipe.disable_cache()
 
 
-def test_c05_a_pipeline_that_opens_no_context() -> None:
+def test_a_pipeline_that_opens_no_context() -> None:
     """diffusers#12012: FluxImg2Img never enters cache_context; the cache works all the same."""
     pipe = accelerated("flux_img2img", "cache", cache_threshold=REUSE_ALL)
     with counted(inner(pipe)) as calls:
@@ -81,7 +81,7 @@ def test_c05_a_pipeline_that_opens_no_context() -> None:
     assert torch.equal(tiny.run(quiet, "flux_img2img"), plain("flux_img2img"))
 
 
-def test_c05_two_calls_per_step_without_a_context() -> None:
+def test_two_calls_per_step_without_a_context() -> None:
     """Wan V2V calls cond and uncond in turn and names neither: their caches are kept apart all the same."""
     pipe = accelerated("wan_v2v", "cache", cache_threshold=0.0)
     assert torch.equal(tiny.run(pipe, "wan_v2v"), plain("wan_v2v"))
@@ -103,7 +103,7 @@ def test_c05_two_calls_per_step_without_a_context() -> None:
 
 
 @pytest.mark.parametrize("family", CACHES)
-def test_c06_threshold_zero_is_off(family: str) -> None:
+def test_threshold_zero_is_off(family: str) -> None:
     """ComfyUI-TeaCache#8: threshold 0 computes everything, and nothing stays afterwards."""
     pipe = accelerated(family, "cache", cache_threshold=0)
     assert torch.equal(tiny.run(pipe, family), plain(family))
@@ -112,7 +112,7 @@ def test_c06_threshold_zero_is_off(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CACHES)
-def test_c07_off_is_off(family: str) -> None:
+def test_off_is_off(family: str) -> None:
     """ComfyUI-CacheDiT#23: after detach all blocks run in every step and no attribute is left on a module."""
     pipe = tiny.build(family)
     with counted(inner(pipe)) as full:
@@ -132,7 +132,7 @@ def test_c07_off_is_off(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CACHES)
-def test_c09_one_decision_for_the_whole_batch(family: str) -> None:
+def test_one_decision_for_the_whole_batch(family: str) -> None:
     """nunchaku#596: the decision is one for the batch, and the documentation says so; see caching/test_grouped.py."""
     pipe = accelerated(family, "cache")
     tiny.run(pipe, family, prompt=[*tiny.PROMPTS[:2]])
@@ -141,7 +141,7 @@ def test_c09_one_decision_for_the_whole_batch(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["flux", "sd3"])
-def test_c10_the_step_count_is_not_needed(family: str) -> None:
+def test_the_step_count_is_not_needed(family: str) -> None:
     """vllm-omni#2194: no step count, then a step count, then sigmas: each as on a fresh pipeline."""
     sigmas = [1.0, 0.8, 0.55, 0.3, 0.1]
     pipe = accelerated(family, "cache")
@@ -158,7 +158,7 @@ def test_c10_the_step_count_is_not_needed(family: str) -> None:
         assert len(records) == (len(steps.get("sigmas", ())) or steps.get("num_inference_steps", 28))
 
 
-def test_c10_guards_with_sigmas() -> None:
+def test_guards_count_the_steps_of_given_sigmas() -> None:
     """min_steps and last_steps count the steps of the scheduler, not the argument's."""
     pipe = accelerated("flux", "cache", cache_threshold=REUSE_ALL, cache_last_steps=2)
     kwargs = tiny.call_kwargs("flux")
@@ -167,7 +167,7 @@ def test_c10_guards_with_sigmas() -> None:
     assert pattern(pipe) == [True, False, False, True, True]
 
 
-def test_c11_two_experts() -> None:
+def test_two_experts_have_a_cache_each() -> None:
     """diffusers#14025: each expert of Wan 2.2 has its own cache; the steps are those of the one schedule."""
     steps = 8
     pipe = accelerated("wan22", "cache", cache_threshold=REUSE_ALL)
@@ -194,7 +194,7 @@ def test_c11_two_experts() -> None:
     assert torch.equal(again, result)
 
 
-def test_c11_two_experts_neutral_and_undone() -> None:
+def test_two_experts_neutral_and_undone() -> None:
     """Threshold 0 on both experts is bit-equal; restore takes it off both."""
     pipe = tiny.build("wan22")
     tiny.run(pipe, "wan22")
@@ -208,11 +208,11 @@ def test_c11_two_experts_neutral_and_undone() -> None:
     assert torch.equal(tiny.run(pipe, "wan22"), plain("wan22"))
 
 
-# C12 (FLUX.2), C13, C14, C26 and more methods than the first-block cache are in test_cache_cases.py.
+# More reports, and more methods than the first-block cache, are in test_every_cache.py.
 
 
 @pytest.mark.parametrize("kind", ["same samples", "samples that change"])
-def test_c15_control_inputs(kind: str) -> None:
+def test_control_inputs_are_never_reused(kind: str) -> None:
     """Comfy-WaveSpeed#70: what a ControlNet adds between blocks is never reused; the plain result comes out.
 
     Without this the cache would hand out a residual that holds the ControlNet's input of an earlier step.
@@ -272,7 +272,7 @@ def test_layers_that_the_pipeline_itself_skips(skipped: list[int]) -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_c32_accelerate_twice(family: str) -> None:
+def test_a_second_accelerate_is_a_clean_swap(family: str) -> None:
     """diffusers#2907: a second accelerate, the same or another, is a clean swap; hooks never stack."""
     pipe = tiny.build(family)
     tiny.run(pipe, family)
@@ -289,7 +289,7 @@ def test_c32_accelerate_twice(family: str) -> None:
     fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
 
 
-def test_c32_a_failing_second_call_keeps_the_first() -> None:
+def test_a_failing_second_call_keeps_the_first() -> None:
     """A second accelerate that is refused leaves the first in force, and restore still undoes everything."""
     pipe = tiny.build("flux")
     tiny.run(pipe, "flux")
@@ -311,7 +311,7 @@ def test_c32_a_failing_second_call_keeps_the_first() -> None:
 
 
 @pytest.mark.parametrize("family", ["flux", "wan"])
-def test_c46_only_the_target_changes(family: str) -> None:
+def test_a_backend_moves_its_target_alone(family: str) -> None:
     """diffusers#11168: a backend on one model moves neither the process-wide default nor a second model."""
     default = Backends._active_backend
     pipe, other = tiny.build(family), tiny.build(family)
@@ -342,7 +342,7 @@ class Toy(ModelHook):
 
 
 @pytest.mark.parametrize("family", CACHES)
-def test_x1_remove_a_lower_hook(family: str) -> None:
+def test_a_lower_hook_goes_while_the_cache_is_on(family: str) -> None:
     """A lower hook that replaces the forward is removed while the cache is on: the cache still skips."""
     pipe = tiny.build(family)
     hooks = []

@@ -1,4 +1,4 @@
-"""The 22 reproduced faults of cache-dit 1.5.3 (shared/spec/peers.md, 3.4), turned on ourselves: one test each.
+"""22 faults that we reproduced in cache-dit 1.5.3, turned on ourselves: one test each.
 
 Each test says in one line what happened there."""
 
@@ -44,7 +44,7 @@ def everything(cls: type) -> dict[str, int]:
 
 
 @some
-def test_01_disabling_one_of_two(method: str) -> None:
+def test_disabling_one_of_two_keeps_the_other(method: str) -> None:
     """Fault 1: of two pipelines of one class the first was disabled; the second raised AttributeError."""
     first, second = cached("flux", method), cached("flux", method)
     latents(first, "flux")
@@ -56,7 +56,7 @@ def test_01_disabling_one_of_two(method: str) -> None:
 
 
 @some
-def test_02_nothing_is_written_on_classes(method: str) -> None:
+def test_nothing_is_written_on_classes(method: str) -> None:
     """Fault 2: enabling wrote on the class, so that another pipeline of it took itself for cached."""
     other = tiny.build("flux")
     classes = {type(other), *map(type, other.transformer.modules())}
@@ -69,7 +69,7 @@ def test_02_nothing_is_written_on_classes(method: str) -> None:
     assert_fresh(pipe, "flux", method)
 
 
-def test_03_a_second_configuration_counts() -> None:
+def test_a_second_configuration_counts() -> None:
     """Fault 3: enabling a second time with another configuration was silently ignored."""
     pipe = cached("flux", "dbcache", cache_threshold=0.0)
     assert torch.equal(latents(pipe, "flux"), plain_latents("flux"))
@@ -86,7 +86,7 @@ def test_03_a_second_configuration_counts() -> None:
 
 
 @pytest.mark.parametrize("method", [*STATIC, "dbcache", "first_block order 1"])
-def test_04_guidance_off_halves_nothing(method: str) -> None:
+def test_guidance_off_halves_nothing(method: str) -> None:
     """Fault 4: at guidance 1 the branch was still told by the parity of calls, and no step was reused."""
     guided, pipe = cached("wan", method), cached("wan", method)
     latents(guided, "wan")
@@ -120,7 +120,7 @@ def in_run(pipe: Any, **loop: Any) -> torch.Tensor:
 
 
 @some
-def test_05_the_transformer_alone_twice(method: str) -> None:
+def test_the_transformer_alone_runs_twice(method: str) -> None:
     """Fault 5: without the pipeline the second request went on in the first one's state; another size crashed."""
     pipe = cached("wan", method)
     first = in_run(pipe)
@@ -136,7 +136,7 @@ def test_05_the_transformer_alone_twice(method: str) -> None:
 
 
 @some
-def test_06_the_transformer_alone_interrupted(method: str) -> None:
+def test_the_transformer_alone_interrupted(method: str) -> None:
     """Fault 6: after a run of the transformer that was interrupted at step 3 the counter stayed off by three."""
     pipe = cached("wan", method)
     reference = in_run(cached("wan", method))
@@ -150,7 +150,7 @@ MASK = "11010101"
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamic", "schedule"])
-def test_07_a_mask_for_another_number_of_steps(policy: str) -> None:
+def test_a_mask_for_another_number_of_steps(policy: str) -> None:
     """Fault 7: a mask for 8 steps in a run of 16 reused all of the steps beyond it, without a word."""
     if policy == "schedule":
         pipe = cached("flux", "schedule", cache_steps=MASK)
@@ -169,7 +169,7 @@ def test_07_a_mask_for_another_number_of_steps(policy: str) -> None:
 
 @pytest.mark.parametrize("mask", ["01010101", [False, True] * 4, [1, 3, 5]], ids=str)
 @pytest.mark.parametrize("method", ["schedule", "dbcache"])
-def test_08_a_mask_that_begins_with_a_reuse(method: str, mask: Any) -> None:
+def test_a_mask_that_begins_with_a_reuse(method: str, mask: Any) -> None:
     """Fault 8: a static mask that begins with 0 failed an assertion in the middle of the run."""
     pipe = tiny.build("flux")
     key = {"cache_steps": mask} if method == "schedule" else {"cache_steps_mask": mask, "cache_steps_policy": "static"}
@@ -180,7 +180,7 @@ def test_08_a_mask_that_begins_with_a_reuse(method: str, mask: Any) -> None:
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 5, 7])
-def test_09_odd_numbers_of_steps(total: int) -> None:
+def test_masks_for_odd_numbers_of_steps(total: int) -> None:
     """Fault 9: the mask maker failed an assertion for 1, 2, 3, 5 and 7 steps."""
     for make in (uniform, fora, taylorseer):
         mask = make(total, 2)
@@ -194,7 +194,7 @@ def test_09_odd_numbers_of_steps(total: int) -> None:
         latents(pipe, "flux", num_inference_steps=total)
 
 
-def test_10_more_blocks_than_there_are() -> None:
+def test_more_front_and_back_blocks_than_there_are() -> None:
     """Fault 10: two front and two back blocks of three were accepted, ran twice, and spoilt the picture."""
     for front, back in ((2, 2), (2, 1), (1, 2), (3, 0)):
         wish = options("wan", "dbcache", cache_front_blocks=front, cache_back_blocks=back)
@@ -205,7 +205,7 @@ def test_10_more_blocks_than_there_are() -> None:
 
 
 @pytest.mark.parametrize("family", ["flux", "wan", "sd3"])
-def test_11_the_default_on_a_small_model(family: str) -> None:
+def test_the_default_on_a_small_model(family: str) -> None:
     """Fault 11: eight front blocks, the default, on fewer blocks were accepted and failed in the first forward."""
     pipe = tiny.build(family)
     accelerate(pipe, preset=None, cache="dbcache")
@@ -218,7 +218,7 @@ def test_11_the_default_on_a_small_model(family: str) -> None:
     assert pipe.acceleration.plan.item("cache.dbcache").status == "enabled"
 
 
-def test_12_misspelt_options(tmp_path: Path) -> None:
+def test_misspelt_options_are_refused(tmp_path: Path) -> None:
     """Fault 12: a misspelt option, as keyword or in a file, was silently ignored."""
     pipe = attach(tiny.build("flux"))
     for verb, wrong, right in (
@@ -239,7 +239,7 @@ def test_12_misspelt_options(tmp_path: Path) -> None:
     assert pipe.acceleration.plan.enabled == ()
 
 
-def test_13_one_configuration_for_two_models() -> None:
+def test_one_configuration_for_two_models() -> None:
     """Fault 13: the configuration was changed by the first model, and the second one got the change."""
     gate, schedule = ProbeGate(0.3, tested=True), ScheduleGate([0, 2, 4])
     parts = copy.deepcopy((gate, schedule))
@@ -260,7 +260,7 @@ def test_13_one_configuration_for_two_models() -> None:
 
 
 @some
-def test_14_deepcopy(method: str) -> None:
+def test_a_deep_copy_runs_its_own_weights(method: str) -> None:
     """Fault 14: a deep copy of the transformer went on running the original's weights."""
     pipe = cached("flux", method)
     latents(pipe, "flux")
@@ -278,7 +278,7 @@ def test_14_deepcopy(method: str) -> None:
 
 
 @some
-def test_15_pickle_and_save(method: str, tmp_path: Path) -> None:
+def test_pickle_is_refused_and_saving_works(method: str, tmp_path: Path) -> None:
     """Fault 15: an enabled transformer did not pickle; here it is refused with what to do, and saving works."""
     pipe = cached("flux", method)
     latents(pipe, "flux")
@@ -295,11 +295,11 @@ def test_15_pickle_and_save(method: str, tmp_path: Path) -> None:
     assert list(again.state_dict()) == keys
 
 
-# Fault 16 (8 compiled graphs, 6 breaks, recompiles in the second call) is in test_compiled.py, with C60 and C61.
+# Fault 16 (8 graphs, 6 breaks, recompiles in the second call) is in tests/compilation/test_caches_on_compiled.py.
 
 
 @some
-def test_17_size_and_steps_change(method: str) -> None:
+def test_size_and_steps_change(method: str) -> None:
     """Fault 17: another size or number of steps, sound there in pipeline mode; it must be here as well."""
     pipe = cached("wan", method)
     for call in ({}, second_size("wan"), {"num_inference_steps": 9}, {"num_inference_steps": 4}, {}):
@@ -307,7 +307,7 @@ def test_17_size_and_steps_change(method: str) -> None:
 
 
 @some
-def test_18_two_caches_at_once(method: str) -> None:
+def test_two_caches_at_once_are_refused(method: str) -> None:
     """Fault 18: diffusers' own cache below ours was accepted; here each is refused by the other's name."""
     pipe = tiny.build("flux")
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.3))
@@ -321,7 +321,7 @@ def test_18_two_caches_at_once(method: str) -> None:
 
 
 @some
-def test_19_hooks_that_were_there_before(method: str) -> None:
+def test_hooks_that_were_there_before(method: str) -> None:
     """Fault 19: on a model with hooks the checks were skipped with a warning."""
     pipe = tiny.build("flux")
     cpu = torch.device("cpu")
@@ -337,7 +337,7 @@ def test_19_hooks_that_were_there_before(method: str) -> None:
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("at", [[0, 2, 4, 6], [0, 1, 4, 9], [0, 5, 6, 8]], ids=str)
-def test_20_polynomials_are_foretold(order: int, at: list[int]) -> None:
+def test_polynomials_are_foretold(order: int, at: list[int]) -> None:
     """Fault 20: forecasts of order 2 and 3 missed t^2 and t^3, more so at irregular steps."""
     past = [Sample(float(t), (torch.full((1, 2, 2), float(t), dtype=torch.float64) ** order,)) for t in at]
     for target in (at[-1] + 1, at[-1] + 3):
@@ -346,7 +346,7 @@ def test_20_polynomials_are_foretold(order: int, at: list[int]) -> None:
 
 
 @pytest.mark.parametrize("method", ["first_block", "dbcache", "dicache", "teacache"])
-def test_21_one_decision_for_a_batch(method: str) -> None:
+def test_the_worst_sample_of_a_batch_may_decide(method: str) -> None:
     """Fault 21: one decision for the whole batch, with no other rule; here the worst sample may decide."""
 
     def gates(prompt: Any, seed: int, **changes: Any) -> float:
@@ -367,7 +367,7 @@ def test_21_one_decision_for_a_batch(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", [*FORECASTS, "dbcache", "delta_dit", "interval"])
-def test_22_sd3_with_a_forecast(method: str) -> None:
+def test_sd3_with_a_forecast(method: str) -> None:
     """Fault 22: on SD3, whose last block returns no text stream, the default forecaster failed at the first hit."""
     pipe = cached("sd3", method)
     for _ in range(2):
@@ -378,8 +378,8 @@ def test_22_sd3_with_a_forecast(method: str) -> None:
 
 
 @some
-def test_state_after_the_run(method: str) -> None:
-    """Section 3.2: buffers of 2 to 6 hidden states were kept until the next call; here none outlives the run."""
+def test_no_state_outlives_the_run(method: str) -> None:
+    """Buffers of 2 to 6 hidden states were kept until the next call; here none outlives the run."""
     pipe = cached("wan", method)
     with pytest.raises(Stop):
         latents(pipe, "wan", callback_on_step_end=raise_at(4, Stop("cancelled")))
@@ -390,8 +390,8 @@ def test_state_after_the_run(method: str) -> None:
 
 
 @some
-def test_diffusers_own_cache_afterwards(method: str) -> None:
-    """Section 3.3: after enable and disable diffusers' first-block cache raised TypeError on FLUX."""
+def test_diffusers_own_cache_works_afterwards(method: str) -> None:
+    """There, after enable and disable diffusers' first-block cache raised TypeError on FLUX."""
     twin, pipe = tiny.build("flux"), cached("flux", method)
     latents(pipe, "flux")
     restore(pipe)

@@ -1,4 +1,4 @@
-"""Bug reports about step caches (shared/spec/bugs.md) over more methods than the first-block cache (test_cases.py)."""
+"""Public bug reports about step caches, as tests of every method (first-block: test_first_block_and_backends.py)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ more = pytest.mark.parametrize("method", MORE)
 
 
 @more
-def test_c01_c03_second_size_and_cancel(method: str) -> None:
+def test_another_size_and_the_run_after_a_cancel_are_fresh(method: str) -> None:
     """ComfyUI-TeaCache#17, unsloth#6703: another size, and the run after a cancel, are those of a fresh pipeline."""
     pipe = cached("sd3", method)
     assert_fresh(pipe, "sd3", method)
@@ -56,7 +56,7 @@ def test_c01_c03_second_size_and_cancel(method: str) -> None:
 
 
 @more
-def test_c04_on_off_on_after_a_warm_up(method: str) -> None:
+def test_on_off_on_after_a_plain_run(method: str) -> None:
     """diffusers#14037: plain, on, off, on: no error, and outputs repeat."""
     pipe = attach(tiny.build("flux"))
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_c04_on_off_on_after_a_warm_up(method: str) -> None:
 
 @pytest.mark.parametrize("family", ["flux_img2img", "wan_v2v"])
 @more
-def test_c05_pipelines_that_open_no_context(family: str, method: str) -> None:
+def test_pipelines_that_open_no_context(family: str, method: str) -> None:
     """diffusers#12012: pipelines that never enter cache_context: neutral is plain, the method acts, runs repeat."""
     plain = plain_latents(family)
     quiet = accelerate(tiny.build(family), preset=None, **(neutral("wan", method) | steps_of(family, method, True)))
@@ -87,7 +87,7 @@ def steps_of(family: str, method: str, neutral: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", ["dbcache", "interval", "taylorseer lite", "taylorseer modules", "magcache"])
-def test_c10_the_step_count_is_not_needed(method: str) -> None:
+def test_the_step_count_is_not_needed(method: str) -> None:
     """vllm-omni#2194: no step count, then a step count, then sigmas: each as on a fresh pipeline."""
 
     def call(target: Any, **steps: Any) -> tuple[torch.Tensor, dict[str, str]]:
@@ -104,7 +104,7 @@ def test_c10_the_step_count_is_not_needed(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["dbcache", "interval", "taylorseer lite", "taylorseer modules", "schedule"])
-def test_c11_two_experts(method: str) -> None:
+def test_two_experts_have_a_cache_each(method: str) -> None:
     """diffusers#14025: each expert of Wan 2.2 has a cache of its own, computes its first step and is undone."""
     pipe = tiny.build("wan22")
     plain = latents(pipe, "wan22", num_inference_steps=10)
@@ -168,7 +168,7 @@ def flux2_run(pipe: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("method", ["first_block", "dbcache", "easycache", "schedule", "taylorseer lite", "delta_dit"])
-def test_c12_streams_that_are_joined(method: str) -> None:
+def test_streams_that_are_joined_between_lists(method: str) -> None:
     """diffusers#14280: on FLUX.2, whose streams are joined between block lists, each acts, or is refused at attach."""
     pipe = flux2()
     reference = flux2_run(pipe)
@@ -207,7 +207,7 @@ def bytes_of(memory: Any) -> int:
 
 @pytest.mark.parametrize("method", ["taylorseer modules", "taylorseer lite", "dbcache", "dicache", "delta_dit"])
 @pytest.mark.parametrize("family", ["flux", "wan"])
-def test_c13_bytes_are_known(family: str, method: str) -> None:
+def test_bytes_held_are_in_the_report(family: str, method: str) -> None:
     """TaylorSeer#36: what a cache holds is in the report, step by step, and for modules it is what they said."""
     pipe, seen = cached(family, method), []
 
@@ -231,7 +231,7 @@ def test_c13_bytes_are_known(family: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["flux", "wan"])
-def test_c13_a_byte_cap(family: str) -> None:
+def test_a_byte_cap_is_kept_to(family: str) -> None:
     """TaylorSeer#36: a cap per branch is kept to: the order falls, and with no room at all nothing is reused."""
     said, branches = bytes_of_modules(family), 2 if family == "wan" else 1
     whole, found = first_latents(family, "taylorseer modules")
@@ -246,7 +246,7 @@ def test_c13_a_byte_cap(family: str) -> None:
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "schedule"])
-def test_c14_wider_inputs_than_outputs(method: str) -> None:
+def test_inputs_wider_than_outputs(method: str) -> None:
     """raylight#44: 36 channels go in (picture and mask join the latents); a reused step gives 16 too."""
     family, shapes = FAMILIES["wan_i2v"], []
     pipe = family.build()
@@ -266,7 +266,7 @@ def test_c14_wider_inputs_than_outputs(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_c15_control_inputs(method: str) -> None:
+def test_control_inputs_are_never_reused(method: str) -> None:
     """Comfy-WaveSpeed#70: what a ControlNet adds, and changes at step 4, is in the picture: every step is computed."""
 
     def run(pipe: Any) -> torch.Tensor:
@@ -291,7 +291,7 @@ def test_c15_control_inputs(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_c25_signatures(method: str) -> None:
+def test_forwards_keep_their_signatures(method: str) -> None:
     """diffusers#14135: forwards keep their signatures, of the denoiser as of every module within."""
     pipe = tiny.build("flux")
     before = {name: inspect.signature(module.forward) for name, module in pipe.transformer.named_modules()}
@@ -315,7 +315,7 @@ def newer(module: torch.nn.Module, seen: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_c26_a_keyword_of_a_later_version(method: str) -> None:
+def test_a_keyword_of_a_later_version_passes_through(method: str) -> None:
     """TeaCache#37: a keyword that we know nothing of passes through, in the denoiser and in its blocks."""
     pipe = tiny.build("flux")
     models: list[int] = []
@@ -330,7 +330,7 @@ def test_c26_a_keyword_of_a_later_version(method: str) -> None:
     assert 0 < len(blocks) <= 4 * 6
 
 
-def test_c26_no_forward_is_copied() -> None:
+def test_no_forward_is_copied() -> None:
     """TeaCache#37: nothing here is tied to one version of a model's forward by a copy of it."""
     for path in Path(diffaccel.caching.__file__).parent.rglob("*.py"):
         assert "def forward(self, hidden_states" not in path.read_text(), path
@@ -344,7 +344,7 @@ MEMBERS: dict[str, tuple[Callable[[float], Gate[Any]], Scope]] = {
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-def test_c64_members_that_straddle_the_threshold(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_that_straddle_the_threshold_decide_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vllm-omni#6180: members that saw different shards decided differently, and the next exchange hung.
 
     Two threads stand for the processes (tests/caching/test_distributed.py has real ones): an exchange that only one
