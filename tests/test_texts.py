@@ -148,3 +148,18 @@ def test_what_a_page_imports_is_there(page: str) -> None:
 def test_a_module_that_is_not_there_is_found() -> None:
     assert resolves("diffaccel.caching.Denoiser") and resolves("diffaccel.offload.bandwidth")
     assert not resolves("diffaccel.memory.links") and not resolves("diffaccel.attention.methods.make")
+
+
+SCRIPTS = [name for name in FILES if name.endswith(".py") and name.startswith(("benchmarks/", "notebooks/", "docs/"))]
+
+
+def test_what_scripts_import_of_the_package_is_there() -> None:
+    """Benchmarks run for minutes and no test runs them all; a renamed function must not break them unseen."""
+    wrong = []
+    for script in SCRIPTS:
+        for node in ast.walk(ast.parse((ROOT / script).read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("diffaccel"):
+                wrong += [
+                    (script, f"{node.module}.{a.name}") for a in node.names if not resolves(f"{node.module}.{a.name}")
+                ]
+    assert not wrong

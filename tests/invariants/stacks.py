@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from diffaccel import accelerate
-from diffaccel.attention.sparse.registry import make
+from diffaccel.attention.sparse.registry import make_method
 from tests import tiny
 from tests.quantization.loras import state_dict
 
@@ -48,7 +48,7 @@ class Row:
 
 def sparse(**more: Any) -> dict[str, Any]:
     """Overrides of sparse attention with blocks of two tokens, small enough for the tiny video."""
-    method = more.pop("method", None) or make("svg", block=2, density=0.5)
+    method = more.pop("method", None) or make_method("svg", block=2, density=0.5)
     options = {"attention": "custom", "attention_method": method, "attention_dense_steps": 2}
     return options | {"attention_dense_layers": 1} | more
 
