@@ -17,8 +17,9 @@ import torch
 from .core.accelerator import DEVICE
 from .core.options import BOOLEAN, confirm
 from .core.run import current_run
-from .errors import IncompatibleError
+from .errors import IncompatibleError, UnknownVerbError, clipped, nearest
 from .handle import HANDLE, PLAIN, Acceleration, handle_of
+from .planner.options import require_parameters
 from .planner.places import PLACES
 from .planner.resolve import resolve
 from .quantization.weights import holds_scaled
@@ -36,6 +37,12 @@ class Accelerated:
         if handle is None:
             raise AttributeError(f"this {type(self).__name__} is not accelerated: call diffaccel.accelerate(pipe)")
         return handle
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith(("enable_", "disable_")):
+            return super().__getattr__(name)  # type: ignore[misc]
+        verbs = [verb for verb in dir(type(self)) if verb.startswith(("enable_", "disable_"))]
+        raise UnknownVerbError(f"{type(self).__name__} has no {clipped(name)}: {nearest(name, verbs)}")
 
     @property
     def device(self) -> Any:
@@ -194,6 +201,7 @@ class Accelerated:
 def _enable(pipe: Any, key: str, value: str | bool, parameters: dict[str, Any]) -> Any:
     handle, place = pipe.acceleration, PLACES[key]
     prefix = place.prefixes[0] if place.prefixes else ""
+    require_parameters(key, value, parameters if prefix else ())
     one = {key: value, **{prefix + k: v for k, v in parameters.items() if v is not None}}
     resolve(pipe, None, None, handle.stack.target.hardware, True, one)  # raises where it cannot act
     before = handle.wishes.get(key)

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from ..errors import InvalidOptionError, UnsupportedModelError, nearest, unknown
+from ..errors import InvalidOptionError, UnsupportedModelError, clipped, few, unknown
 from ..extrapolation.schedule import Mask, parse_schedule
 from .gates.magcache import MagnitudeGate
 from .gates.teacache import PolynomialGate, TimePolynomialGate
 
-HOW_TEACACHE = (
-    "To calibrate: run 50 or more prompts with every step computed, collect for each pair of neighbouring steps the "
-    "relative L1 of the gate tensor and of the stack's output, and pass both lists to "
-    "diffaccel.caching.gates.teacache.fit_polynomial; then give its numbers as coefficients=(...)"
-)
-HOW_MAGCACHE = (
-    "To calibrate: run one prompt with every step computed, keep the stack's residual of each step, and pass them to "
-    "diffaccel.caching.gates.magcache.calibrate_ratios; then give its numbers as ratios=(...)"
-)
+HOW_TEACACHE = "coefficients=(...) of your own (docs/caching.md: fit_polynomial)"
+HOW_MAGCACHE = "ratios=(...) of your own (docs/caching.md: calibrate_ratios)"
 
 
 @functools.cache
@@ -50,6 +43,21 @@ def named_set(table: str, model: str) -> tuple[str, Mapping[str, Any]]:
     if name is None:
         raise unknown(f"{table} set", model, load_table(table)["models"])
     return name, load_table(table)["models"][name]
+
+
+def _letters(name: str) -> str:
+    return "".join(c for c in _plain(name) if c.isalnum())
+
+
+def _of_family(names: Iterable[str], family: str | None, option: str) -> str:
+    """The words that name the sets for models of this family, as the first way out; "" where there are none."""
+    from ..models.registry import CARDS
+
+    def owner(name: str) -> str:
+        return max((card for card in CARDS if _letters(name).startswith(_letters(card))), key=len, default="")
+
+    listed = [repr(name) for name in names if family is not None and owner(name) == family]
+    return f"{option}= the name of a set of this family ({few(listed, 70)}), or " if listed else ""
 
 
 def _floats(name: str, values: Any) -> tuple[float, ...]:
@@ -89,8 +97,13 @@ class PolynomialSet:
         return PolynomialGate(threshold, coefficients=self.coefficients, use_abs=self.use_abs)
 
 
-def polynomial_set(coefficients: str | Sequence[float] = "auto", model: str | None = None) -> PolynomialSet:
-    """`coefficients`: "auto" (the model's own calibrated set or a refusal), a table name, or the numbers."""
+def polynomial_set(
+    coefficients: str | Sequence[float] = "auto", model: str | None = None, family: str | None = None
+) -> PolynomialSet:
+    """`coefficients`: "auto" (the model's own calibrated set or a refusal), a table name, or the numbers.
+
+    `model` is the name of its weights; a refusal names the sets of its `family`.
+    """
     if not isinstance(coefficients, str):
         numbers = _floats("coefficients", coefficients)
         PolynomialGate(0.0, coefficients=numbers)  # refuses what is not a polynomial
@@ -99,17 +112,20 @@ def polynomial_set(coefficients: str | Sequence[float] = "auto", model: str | No
         return _polynomial(*named_set("teacache", coefficients))
     name = find_set("teacache", model) if model else None
     if name is None:
-        absent = {_plain(key): f" ({why})" for key, why in load_table("teacache")["absent"].items()}
+        absent = {
+            _plain(key): f" ({why.split(';')[0]}): give " for key, why in load_table("teacache")["absent"].items()
+        }
+        why = absent.get(_plain(model or ""))
         known = [key for key, row in load_table("teacache")["models"].items() if row["calibrated"]]
         raise UnsupportedModelError(
-            f"TeaCache has no calibrated coefficients for {model or 'a model without a name'}"
-            f"{absent.get(_plain(model or ''), '')}: {nearest(model or '', known)}. {HOW_TEACACHE}"
+            f"TeaCache has no calibrated coefficients for {clipped(model or 'a model without a name')}"
+            f"{why or ': give ' + _of_family(known, family, 'coefficients')}{HOW_TEACACHE}"
         )
     row = load_table("teacache")["models"][name]
     if not row["calibrated"]:
         raise UnsupportedModelError(
-            f"TeaCache has no calibrated coefficients for {model}: the published set {name!r} is {row['why_not']}. "
-            f"Give coefficients={name!r} to use it all the same. {HOW_TEACACHE}"
+            f"TeaCache has no calibrated coefficients for {clipped(str(model))}: the published set is "
+            f"{row['why_not']}. Give coefficients={name!r} all the same, or your own (docs/caching.md: fit_polynomial)"
         )
     return _polynomial(name, row)
 
@@ -131,10 +147,13 @@ def _polynomial(name: str, row: Mapping[str, Any]) -> PolynomialSet:
 # ---- MagCache ------------------------------------------------------------------------------------------------------
 
 
-def magnitude_gate(ratios: str | Sequence[float] = "auto", model: str | None = None, **options: Any) -> MagnitudeGate:
+def magnitude_gate(
+    ratios: str | Sequence[float] = "auto", model: str | None = None, family: str | None = None, **options: Any
+) -> MagnitudeGate:
     """MagCache's gate from "auto" (the model's own ratios or a refusal), a table name, or the ratios themselves.
 
-    `options` are fields of `MagnitudeGate` and go before the table's.
+    `model` is the name of its weights; a refusal names the sets of its `family`. `options` are fields of
+    `MagnitudeGate` and go before the table's.
     """
     if not isinstance(ratios, str):
         given = _floats("ratios", ratios)
@@ -146,8 +165,8 @@ def magnitude_gate(ratios: str | Sequence[float] = "auto", model: str | None = N
         name = find_set("magcache", model) if model else None
         if name is None:
             raise UnsupportedModelError(
-                f"MagCache has no ratios for {model or 'a model without a name'}: "
-                f"{nearest(model or '', load_table('magcache')['models'])}. {HOW_MAGCACHE}"
+                f"MagCache has no ratios for {clipped(model or 'a model without a name')}: give "
+                f"{_of_family(load_table('magcache')['models'], family, 'ratios')}{HOW_MAGCACHE}"
             )
         row = load_table("magcache")["models"][name]
     else:

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ..core.accelerator import Accelerator, Fidelity
-from ..core.options import above, plain, take
-from ..errors import InvalidOptionError, nearest, unknown
+from ..core.options import above, plain, short, take
+from ..errors import InvalidOptionError, clipped, closest, nearest, unknown
 from .levers import LEVERS
 from .places import PLACES, Place
 
+# What an option is called elsewhere, or in speech, by the name it has here (the first one that there is is meant).
+OTHER_WORDS: dict[str, tuple[str, ...]] = {
+    "backend": ("attention",),
+    "cpu_offload": ("offload",),
+    "max_memory": ("memory_gib", "device_bytes", "max_bytes", "budget"),
+    "max_skip_steps": ("max_steps", "max_consecutive"),
+    "memory": ("memory_gib", "device_bytes", "max_bytes", "budget"),
+    "num_steps": ("steps", "min_steps"),
+    "psnr": ("min_psnr_db",),
+    "rdt": ("threshold",),
+    "rel_l1_thresh": ("threshold",),
+    "residual_diff_threshold": ("threshold",),
+    "schedule": ("steps", "steps_mask"),
+    "steps_computation_mask": ("steps_mask", "steps"),
+    "time": ("max_seconds",),
+    "vram": ("memory_gib", "device_bytes", "max_bytes", "budget"),
+    "warmup": ("warmup_steps",),
+}
+ARGUMENTS = ("budget", "hardware", "preset", "strict")  # of `accelerate`, beside the options
 BUDGET_FIDELITIES = tuple(f.value for f in Fidelity)
 
 
@@ -31,11 +51,20 @@ class Budget:
     fidelity: str = "lossy"
     max_seconds: float | None = None
 
+    def __new__(cls, *given: Any, **named: Any) -> Budget:
+        """Refuses names that there are not in a sentence, where Python would say less."""
+        names = [field.name for field in fields(cls)]
+        for name, value in named.items():
+            if name not in names:
+                near = likely(name, names)
+                example = f": write Budget({near[0]}={short(value)})" if near else f". Allowed: {', '.join(names)}"
+                raise InvalidOptionError(f"Budget takes no {clipped(name)!r}{example}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if self.fidelity not in BUDGET_FIDELITIES:
-            raise InvalidOptionError(
-                f"Budget(fidelity={self.fidelity!r}): {nearest(str(self.fidelity), BUDGET_FIDELITIES)}"
-            )
+            near = nearest(str(self.fidelity), BUDGET_FIDELITIES)
+            raise InvalidOptionError(f"Budget(fidelity={short(self.fidelity)}): {near}")
         names = ("memory_gib", "min_psnr_db", "max_seconds")
         take(self, above(0).or_none(), *names, form="Budget({name}={value}): must be {allowed}")
 
@@ -65,13 +94,13 @@ def validate(wishes: dict[str, Any]) -> dict[str, Any]:
         place = PLACES.get(key)
         if place is None:
             if _owner(key) is None or (key not in known and _owner_is_ready(key, wishes)):
-                raise unknown("option", key, known)
+                raise _no_option(key, wishes, known)
             continue
         if value is None or (isinstance(value, bool) and value in place.values) or value is False:
             continue
         if not isinstance(value, (str, bool)) or value not in place.values:
-            allowed = [repr(v) for v in place.values] + ["None"]
-            raise InvalidOptionError(f"{key}={value!r}: {nearest(str(value), allowed)}")
+            allowed = [str(v) for v in (*place.values, None)]
+            raise InvalidOptionError(f"{key}={short(value)}: {nearest(str(value), allowed)}")
     for key in wishes:
         owner = _owner(key)
         if owner is not None and not wishes.get(owner.key):
@@ -82,6 +111,31 @@ def validate(wishes: dict[str, Any]) -> dict[str, Any]:
 def _owner(key: str) -> Place | None:
     """The place a parameter key belongs to (`cache_threshold` -> cache)."""
     return next((p for p in PLACES.values() for prefix in p.prefixes if key.startswith(prefix)), None)
+
+
+def likely(name: str, names: Collection[str], prefix: str = "") -> list[str]:
+    """The names that were likely meant, best first; `prefix` is that of all names."""
+    other = [prefix + word for word in OTHER_WORDS.get(name.removeprefix(prefix), ()) if prefix + word in names]
+    return (other[:1] + [near for near in closest(name, names) if near not in other[:1]])[:3]
+
+
+def _no_option(key: str, wishes: dict[str, Any], known: list[str]) -> InvalidOptionError:
+    """The error for an option that there is not, with the near ones of its place."""
+    owner = _owner(key)
+    if owner is None:
+        return unknown("option", key, [*known, *ARGUMENTS], likely(key, [*known, *ARGUMENTS]))
+    prefix = next(p for p in owner.prefixes if key.startswith(p))
+    value = wishes.get(owner.key)
+    names = [prefix + name for name in parameter_names(owner, value)] or [k for k in known if k.startswith(prefix)]
+    return unknown("option", key, names, likely(key, names, prefix))
+
+
+def require_parameters(key: str, value: str | bool, parameters: Iterable[str]) -> None:
+    """Raise for a keyword that the verb of this value does not take, in the words of the verb."""
+    names = parameter_names(PLACES[key], value)
+    for name in parameters:
+        if name not in names:
+            raise unknown(f"option of {PLACES[key].item(value)}", name, names, likely(name, names))
 
 
 def _owner_is_ready(key: str, wishes: dict[str, Any]) -> bool:
@@ -103,7 +157,7 @@ def build(key: str, value: str | bool, wishes: dict[str, Any]) -> Accelerator:
             if wish.startswith(prefix):
                 name = wish.removeprefix(prefix)
                 if name not in names:
-                    raise unknown("option", wish, [prefix + n for n in names])
+                    raise _no_option(wish, wishes, [])
                 parameters[name] = given
     try:
         return row.config()(**row.fixed, **parameters)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ import torch
 
 from ..core.accelerator import Accelerator, Fidelity, Target, Verdict
 from ..core.compat import int8_units
-from ..core.options import BOOLEAN, GOT, confirm
+from ..core.options import BOOLEAN, GOT, confirm, is_number, short
 from ..core.stack import weights_on_meta
 from ..errors import BudgetError, InvalidOptionError, InvalidPipelineError, UnsupportedModelError, unknown
 from ..ledger import hardware as machines
@@ -140,7 +140,10 @@ def resolve(
     preset = _plan_in_file(preset)
     base, wishes = gather(preset, overrides)
     if budget is not None and not isinstance(budget, Budget):
-        raise InvalidOptionError(f"budget must be a Budget or None, got {budget!r}")
+        gib = budget if is_number(budget) else 16
+        raise InvalidOptionError(
+            f"budget must be a Budget or None, got {short(budget)}: write budget=Budget(memory_gib={gib})"
+        )
     if budget is None:
         budget = preset.budget if isinstance(preset, Plan) else Budget(fidelity=base.fidelity or "lossy")
     require_pipeline(pipe)

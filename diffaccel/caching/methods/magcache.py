@@ -45,14 +45,14 @@ class MagCache(Extrapolating):
         if self.ratios != "auto":
             self._gate(None)
 
-    def _gate(self, model: str | None) -> MagnitudeGate:
+    def _gate(self, model: str | None, family: str | None = None) -> MagnitudeGate:
         given = {"threshold": self.threshold, "max_steps": self.max_steps, "retention": self.retention}
         options = {name: value for name, value in given.items() if value is not None}
-        return magnitude_gate(self.ratios, model, **options)
+        return magnitude_gate(self.ratios, model, family, **options)
 
     def recipe(self, target: Target) -> CacheRecipe:
         """The published gate with our guard on the last step (the published method has none)."""
-        gate = self._gate(checkpoint(target))
+        gate = self._gate(checkpoint(target), target.spec.family)
         return CacheRecipe(Policy(gate, self.forecast(), self.guards()), Stack(0))
 
     def describe(self, recipe: CacheRecipe, target: Target) -> str:

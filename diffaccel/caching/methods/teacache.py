@@ -42,7 +42,7 @@ class TeaCache(Extrapolating):
             polynomial_set(self.coefficients)
 
     def _numbers(self, target: Target) -> PolynomialSet:
-        numbers = polynomial_set(self.coefficients, checkpoint(target))
+        numbers = polynomial_set(self.coefficients, checkpoint(target), target.spec.family)
         if not isinstance(self.coefficients, str):  # a set of the user's own: for what this family's gate looks at
             spec = target.spec
             time = spec.time_embedding is not None and spec.modulated is None
