@@ -113,6 +113,20 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def verdicts(blocks: Sequence[Mapping[str, Any]]) -> str:
+    """One line per aim: by how much our best is ahead, and whether the aim is met or missed."""
+    lines = []
+    for block in blocks:
+        for entry in block["against"].values():
+            if "aim_db" in entry:
+                met = "met" if entry["aim_met"] else "MISSED"
+                lines.append(
+                    f"at most {block['at_most']:2} ({block['cost']}), to the {block['reference']} run: "
+                    f"{entry['difference_db']:+.1f} dB over {entry['name']}, aim {entry['aim_db']:g} dB {met}"
+                )
+    return "\n".join(lines)
+
+
 def draw(rows: Sequence[Row], title: str, path: Path) -> str | None:
     """The curves as PNG (lines join the best at each cost); None if drawn, else why not."""
     try:

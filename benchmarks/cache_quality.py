@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from cache_baselines import baselines, noise
 from cache_calibrate import Context
-from cache_compare import CAPS, compare, draw, table
+from cache_compare import CAPS, compare, draw, table, verdicts
 from cache_peers import PEERS, REFUSALS, versions
 from cache_runs import (
     FULL_SHARE,
@@ -200,7 +200,9 @@ def run_kind(args: argparse.Namespace, kind: str, steps: int) -> dict[str, Any]:
     name = f"cache_quality_{kind}_{steps}{suffix(args)}.png"
     title = f"{kind} testbed, {args.dtype}, {steps} steps, {len(place.prompts)} held-out prompts (testbed only)"
     reason = draw(bench.rows, title, args.out / name)
+    comparison = compare(bench.rows, steps)
     say(table(bench.rows))
+    say(verdicts(comparison))
     return {
         "kind": kind,
         "steps": steps,
@@ -208,7 +210,7 @@ def run_kind(args: argparse.Namespace, kind: str, steps: int) -> dict[str, Any]:
         "branches": yard.branches,
         "plain": fidelity({"fine": references["fine"]}, references["plain"], place.prompts),
         "settings": bench.rows,
-        "comparison": compare(bench.rows, steps),
+        "comparison": comparison,
         "curves": name if reason is None else {"not drawn": reason},
         "seconds": round(time.perf_counter() - began),
     }
