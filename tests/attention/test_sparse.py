@@ -13,6 +13,8 @@ from diffaccel import accelerate, attach, restore
 from diffaccel.attention.calls import Inputs, Where
 from diffaccel.attention.geometry import Geometry
 from diffaccel.attention.plan import BlockPlan, Blocks, HeadPlans
+from diffaccel.attention.sparse import svg2
+from diffaccel.attention.sparse.registry import SparseVideoGen2
 from diffaccel.errors import DiffaccelError, InvalidOptionError, UnsupportedModelError
 from tests import fingerprint, tiny
 from tests.attention.test_intercept import opened
@@ -194,3 +196,32 @@ def test_nothing_stays(method: str) -> None:
     tiny.run(pipe, "wan")
     restore(pipe)
     fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
+
+
+@pytest.mark.parametrize("family", ["wan", "hunyuan_video"])
+@pytest.mark.parametrize("dense_steps", [0, 3])
+def test_svg2_starts_warm_where_steps_were_dense(
+    family: str, dense_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Iterations of k-means by step: after dense steps, the first sparse one needs no more than later ones."""
+    rounds: list[tuple[int, int]] = []
+    pipe = attach(build(family))
+    plain = svg2.assign
+
+    def counted(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+        rounds.append((pipe.acceleration.run_in_progress().step, x.shape[0]))
+        return plain(x, centroids)
+
+    monkeypatch.setattr(svg2, "assign", counted)
+    method = SparseVideoGen2(q_clusters=10, k_clusters=14, first_iterations=30, block=8)
+    pipe.enable_sparse_attention(method=method, dense_steps=dense_steps, dense_layers=1)
+    run(pipe, family, num_inference_steps=5, height=96, width=96)
+    stats = pipe.acceleration.report.stats["attention.custom"]
+    assert stats["fallbacks"] == {} and stats["calls"]["sparse"] > 0
+    steps = [sum(at == step for at, _ in rounds) for step in range(5)]
+    calls = stats["calls"]["sparse"] // (5 - dense_steps)
+    assert all(count <= calls * 2 * 2 for count in steps[dense_steps + 1 :]), "warm: two iterations, two sides"
+    if dense_steps:
+        assert steps[dense_steps] <= calls * 2 * 2 and all(0 < count <= calls * 2 * 10 for count in steps[:3])
+    else:
+        assert steps[0] > calls * 2 * 2, "the negative control: without dense steps the first call starts cold"

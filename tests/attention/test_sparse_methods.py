@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from diffaccel.attention.geometry import Geometry
 from diffaccel.attention.kernels.torch_plan import block_sparse
-from diffaccel.attention.sparse.registry import METHODS, Query, auto_method, make_method
+from diffaccel.attention.sparse import svg2
+from diffaccel.attention.sparse.registry import METHODS, Query, SparseVideoGen2, auto_method, make_method
 from diffaccel.errors import InvalidOptionError
 
 GEOMETRY = Geometry(16, 8, 8, text=12)
@@ -173,3 +174,37 @@ def test_the_least_density_that_the_choice_goes_by_is_the_real_one(geometry: Geo
     told = float(auto_method(geometry, density=1.0)[1].split()[-1])
     real = make_method("radial", density=0.01).build(geometry).density
     assert told == round(real, 2)
+
+
+def test_svg2_s_first_iterations_are_spread_over_the_dense_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same q and k, 5 dense steps and 2 iterations are the 52 of a cold start, plan for plan."""
+    q, k = q_and_k(seed=3)
+    rounds: list[int] = []
+    plain = svg2.assign
+    monkeypatch.setattr(svg2, "assign", lambda x, c: rounds.append(len(c)) or plain(x, c))
+    options = {"q_clusters": 12, "k_clusters": 20, "block": 16}
+    method, state = SparseVideoGen2(first_iterations=50, iterations=2, **options), {}
+    for step in range(5):
+        method.warm(Query(GEOMETRY, q, k, layer=1, step=step, state=state), 5)
+    assert state["centroids"].iterations == 50
+    rounds.clear()
+    warm = method.plan(Query(GEOMETRY, q, k, layer=1, step=5, state=state))
+    assert len(rounds) <= 2 * 2, "two iterations a side"
+    rounds.clear()
+    cold = SparseVideoGen2(first_iterations=52, **options).plan(Query(GEOMETRY, q, k, layer=1, step=5))
+    assert len(rounds) > 2 * 5, "the negative control: a cold start needs more"
+    assert warm.density == cold.density
+    for a, b in zip(warm.plans, cold.plans, strict=True):
+        assert torch.equal(a.indices, b.indices) and torch.equal(a.indptr, b.indptr)
+        assert a.queries.order is not None and b.queries.order is not None
+        assert torch.equal(a.queries.order, b.queries.order)
+
+
+def test_svg2_makes_up_for_dense_steps_that_a_cache_skipped() -> None:
+    q, k = q_and_k(seed=3)
+    method, state = SparseVideoGen2(q_clusters=12, k_clusters=20, block=16), {}
+    method.warm(Query(GEOMETRY, q, k, layer=1, state=state), 5)  # one of five
+    method.plan(Query(GEOMETRY, q, k, layer=1, step=5, state=state))
+    assert state["centroids"].iterations == 50
+    method.plan(Query(GEOMETRY, q, k, layer=1, step=6, state=state))
+    assert state["centroids"].iterations == 52

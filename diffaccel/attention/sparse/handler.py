@@ -22,7 +22,7 @@ from ..geometry import Geometry
 from ..kernels import Kernel
 from ..padding import PaddingReader
 from ..plan import BlockPlan, HeadPlans
-from .method import Query
+from .method import Query, Warms
 from .registry import METHODS, auto_method
 
 KEPT_PLANS = 8  # geometries whose plans are kept; a run has one or two
@@ -80,6 +80,7 @@ class SparseHandler:
             counts.add("other")  # cross-attention, text refiners
             return plain()
         if self._dense(where):
+            self._warm(where, inputs, state)
             counts.add("dense")
             return plain()
         reason, valid = self._readable(where.geometry, inputs)
@@ -91,15 +92,31 @@ class SparseHandler:
         return plain() if output is None else output
 
     def _dense(self, where: Where) -> bool:
-        total = where.call.run.total
-        if self.density == 1 or where.layer < self.dense_layers:
-            return True
+        first = self._first_sparse(where.call.run.total)
+        return self._always_dense(where) or first is None or where.call.step < first
+
+    def _always_dense(self, where: Where) -> bool:
+        return self.density == 1 or where.layer < self.dense_layers
+
+    def _first_sparse(self, total: int | None) -> int | None:
+        """The first step that may be sparse; None where none may. `total` steps, None: unknown."""
         steps = self.dense_steps
         if 0 < steps < 1:
-            if total is None:
-                return True  # a share of an unknown number
-            steps = math.ceil(steps * total)
-        return where.call.step < steps if steps != 1 or isinstance(steps, int) else True
+            return None if total is None else math.ceil(steps * total)
+        return None if steps == 1 and not isinstance(steps, int) else int(steps)
+
+    def _warm(self, where: Where, inputs: Inputs, state: dict[str, Any]) -> None:
+        """A dense step: show q and k to a method that starts warm, if this layer will be sparse later on."""
+        total = where.call.run.total
+        first = self._first_sparse(total)
+        if self._always_dense(where) or first is None or (total is not None and first >= total):
+            return
+        assert where.geometry is not None
+        method = self._method(where.geometry)
+        if isinstance(method, Warms):
+            reason, valid = self._readable(where.geometry, inputs)
+            for rows, count in () if reason is not None else _groups(valid):
+                method.warm(self._query(where, inputs, rows, count, state), first)
 
     def _readable(self, geometry: Geometry, inputs: Inputs) -> tuple[str | None, tuple[int, ...]]:
         """(why this call cannot be answered, or None; valid tokens of each sample)."""

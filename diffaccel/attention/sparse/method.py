@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -54,6 +54,14 @@ class Method(Protocol):
 
     def describe(self, geometry: Geometry) -> dict[str, Any]:
         """Parameters found for this geometry; with `density` where that is known beforehand."""
+
+
+@runtime_checkable
+class Warms(Protocol):
+    """A method that can make use of dense steps: it looks at q and k there, so that its first plan costs less."""
+
+    def warm(self, query: Query, steps: int) -> None:
+        """One of `steps` dense steps at the start of the run; what it learns goes into `query.state`."""
 
 
 class Builder(Protocol):

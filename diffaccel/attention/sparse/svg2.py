@@ -25,10 +25,14 @@ CHUNK_BYTES = 2**28  # of distances held at once
 
 @dataclass(frozen=True)
 class Centroids:
-    """Of queries [n, Cq, D] and keys [n, Ck, D], float32; n heads (batch x heads). A warm start for the next call."""
+    """Of queries [n, Cq, D] and keys [n, Ck, D], float32; n heads (batch x heads). A warm start for the next call.
+
+    `iterations` of k-means have led to them, since they were drawn.
+    """
 
     queries: torch.Tensor
     keys: torch.Tensor
+    iterations: int = 0
 
 
 def assign(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
@@ -110,6 +114,33 @@ def size_weighted_density(kept: torch.Tensor, q_sizes: torch.Tensor, k_sizes: to
     return pairs / (q_sizes.sum(1) * k_sizes.sum(1))
 
 
+def clustered(
+    geometry: Geometry,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    clusters: tuple[int, int],
+    iterations: int,
+    warm: Centroids | None = None,
+    seed: int = 0,
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], Centroids]:
+    """K-means of the video's queries and keys, q, k [B, H, N, D]; n = B x H heads.
+
+    Returns:
+        (labels [n, video] and sizes [n, C] of the queries and of the keys; the centroids).
+    """
+    start = video_start(geometry)
+    video = slice(start, start + geometry.video)
+    starts = (None, None) if warm is None else (warm.queries, warm.keys)
+    sides = [
+        kmeans(x[:, :, video].flatten(0, 1), min(c, geometry.video), iterations, start=s, seed=seed)
+        for x, c, s in zip((q, k), clusters, starts, strict=True)
+    ]
+    (_, q_mean, _), (_, k_mean, _) = sides
+    done = iterations + (0 if warm is None else warm.iterations)
+    return [(labels, sizes) for labels, _, sizes in sides], Centroids(q_mean, k_mean, done)
+
+
 def cluster_plans(
     geometry: Geometry,
     q: torch.Tensor,
@@ -132,16 +163,10 @@ def cluster_plans(
         warm: centroids of an earlier call of the same shape; None: drawn with `seed`.
         block: tokens of a text block; text is not clustered, and dense.
     """
-    start = video_start(geometry)
-    video = slice(start, start + geometry.video)
-    sides = [x[:, :, video].flatten(0, 1) for x in (q, k)]
-    starts = (warm.queries, warm.keys) if warm is not None else (None, None)
-    (q_labels, q_mean, q_sizes), (k_labels, k_mean, k_sizes) = (
-        kmeans(x, min(c, geometry.video), iterations, start=s, seed=seed)
-        for x, c, s in zip(sides, clusters, starts, strict=True)
-    )
+    sides, centroids = clustered(geometry, q, k, clusters=clusters, iterations=iterations, warm=warm, seed=seed)
+    (q_labels, q_sizes), (k_labels, k_sizes) = sides
     allowed = None if density is None else video_share(geometry, density)
-    weights = probabilities(q_mean, k_mean, k_sizes, scale)
+    weights = probabilities(centroids.queries, centroids.keys, k_sizes, scale)
     kept = top_map(weights, top_p, min_kc_ratio=min_kc_ratio, sizes=k_sizes, density=allowed).cpu()
     orders = q_labels.argsort(dim=1, stable=True).cpu(), k_labels.argsort(dim=1, stable=True).cpu()
     q_sizes, k_sizes = q_sizes.cpu(), k_sizes.cpu()
@@ -149,7 +174,7 @@ def cluster_plans(
         _head_plan(geometry, kept[n], (orders[0][n], orders[1][n]), (q_sizes[n], k_sizes[n]), block)
         for n in range(len(kept))
     )
-    return HeadPlans(plans, torch.arange(len(plans)).view(q.shape[:2])), Centroids(q_mean, k_mean)
+    return HeadPlans(plans, torch.arange(len(plans)).view(q.shape[:2])), centroids
 
 
 def _head_plan(
@@ -180,7 +205,9 @@ class SparseVideoGen2:
         top_p: attention mass (by centroids) that a row keeps.
         q_clusters, k_clusters: None: one for 252 queries and one for 76 keys, as in the paper at 720p.
         min_kc_ratio: at least this share of the key clusters, unless density is less.
-        first_iterations, iterations: of k-means at the first call of a run, and at later ones (warm).
+        first_iterations, iterations: of k-means before the first sparse call of a run, and at each one (warm). The
+            first ones are spread over the dense steps at the start, where there are some: centroids that follow q and
+            k through them leave little for the first sparse call to do.
         block: tokens of a text block.
     """
 
@@ -213,11 +240,8 @@ class SparseVideoGen2:
         if self.density == 1.0:
             return full(geometry.tokens, self.block)
         q, k = query.tensors(self.name)
-        clusters = self._clusters(geometry)
-        warm = query.state.get("centroids")
-        shape = (q.shape[0] * q.shape[1], clusters[0], q.shape[3])
-        if warm is not None and (warm.queries.shape != shape or warm.keys.shape[1] != clusters[1]):
-            warm = None  # another batch or size
+        clusters, warm = self._clusters(geometry), self._known(query)
+        done = 0 if warm is None else warm.iterations
         plans, query.state["centroids"] = cluster_plans(
             geometry,
             q,
@@ -226,13 +250,37 @@ class SparseVideoGen2:
             top_p=self.top_p,
             min_kc_ratio=self.min_kc_ratio,
             density=self.density,
-            iterations=self.iterations if warm is not None else self.first_iterations,
+            iterations=max(self.iterations, self.first_iterations - done),
             warm=warm,
             scale=query.scale,
             seed=query.layer,
             block=self.block,
         )
         return plans
+
+    def warm(self, query: Query, steps: int) -> None:
+        """One of `steps` dense steps at the start of a run: the centroids follow its q and k."""
+        if self.density == 1.0:
+            return
+        q, k = query.tensors(self.name)
+        _, query.state["centroids"] = clustered(
+            query.geometry,
+            q,
+            k,
+            clusters=self._clusters(query.geometry),
+            iterations=ceil(self.first_iterations / steps),
+            warm=self._known(query),
+            seed=query.layer,
+        )
+
+    def _known(self, query: Query) -> Centroids | None:
+        """The centroids that this layer had before, unless of another batch or size."""
+        q, _ = query.tensors(self.name)
+        known: Centroids | None = query.state.get("centroids")
+        clusters = self._clusters(query.geometry)
+        shape = (q.shape[0] * q.shape[1], clusters[0], q.shape[3])
+        same = known is not None and known.queries.shape == shape and known.keys.shape[1] == clusters[1]
+        return known if same else None
 
     def describe(self, geometry: Geometry) -> dict[str, Any]:
         """{clusters, top_p, cap}: the density depends on q and k."""
