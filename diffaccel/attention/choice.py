@@ -14,7 +14,7 @@ import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import attention_backends, dispatch_attention, unwrap_module
-from ..core.run import Run
+from ..core.run import Call, Run
 from ..errors import InvalidOptionError, MissingDependencyError, unknown
 from .attach import attach_handler, interceptable
 from .backends import AUTO, BACKENDS, Backend, unfit, unfit_call
@@ -116,11 +116,12 @@ class AttentionBackend:
 
 @dataclass(frozen=True)
 class Inline:
-    """A backend that compiled graphs call without leaving the graph, and what it takes."""
+    """A backend that compiled graphs call without leaving the graph, what it takes, and who counts its calls."""
 
     member: Any
     mask: bool
     causal: bool
+    count: Callable[[Call], None]
 
     def takes(self, masked: bool, causal: bool) -> bool:
         """Can such a call go to it? (Decided while a graph is traced.)"""
@@ -136,7 +137,11 @@ class BackendHandler:
 
     def inline(self) -> Inline:
         """For compiled graphs."""
-        return Inline(self.member, self.backend.mask, self.backend.causal)
+        return Inline(self.member, self.backend.mask, self.backend.causal, self._count)
+
+    def _count(self, call: Call) -> None:
+        """The backend computed one more call."""
+        call.run.state[self.name]["counts"].add(self.backend.name)
 
     def begin_run(self, run: Run) -> None:
         """A run begins: count anew."""
@@ -154,7 +159,7 @@ class BackendHandler:
         if reason is not None:
             counts.fall_back(where, self.name, reason)
             return plain()
-        counts.add(self.backend.name)
+        self._count(where.call)
         return dispatch_attention(
             inputs.q,
             inputs.k,

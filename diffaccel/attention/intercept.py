@@ -32,12 +32,12 @@ _NUMBERS = itertools.count()
 
 
 class LayerSite:
-    """One intercepted attention module. `token` names it inside compiled graphs."""
+    """One intercepted attention module. `token` names it inside compiled graphs, `counter` counts its calls there."""
 
     def __init__(self, interception: Interception, name: str, layer: int, cross: bool) -> None:
         self.interception, self.name, self.layer, self.cross = interception, name, layer, cross
         number = next(_NUMBERS)
-        self.token = torch.tensor(number)
+        self.token, self.counter = torch.tensor(number), torch.tensor(0)
         _SITES[number] = self
 
 
@@ -49,6 +49,7 @@ class _Traced:
     """The layer whose processor is being traced; graphs are traced one at a time."""
 
     token: torch.Tensor | None = None
+    counter: torch.Tensor | None = None
     inline: Any = None
 
 
@@ -148,10 +149,10 @@ def _enter(
     if site is None:  # a processor shared with a module outside of the denoiser
         return plain(processor, attn, *args, **kw)
     if torch.compiler.is_compiling():
-        _TRACED.token = site.token
+        _TRACED.token, _TRACED.counter = site.token, site.counter
         _TRACED.inline = site.interception.in_force
         output = call(processor, attn, *args, **kw)
-        _TRACED.token = None
+        _TRACED.token = _TRACED.counter = None
         return output
     before = _HERE.site
     _HERE.site = site
@@ -183,6 +184,7 @@ def _dispatch(
         inline = _TRACED.inline
         if inline is not None and inline.takes(attn_mask is not None, is_causal):
             own["backend"] = inline.member
+            _count_call(_TRACED.token, _TRACED.counter)
             return dispatch_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, **own)
         name = None if backend is None else backend if isinstance(backend, str) else backend.value
         return _op(query, key, value, attn_mask, _TRACED.token, scale, is_causal, enable_gqa, name, False)
@@ -251,6 +253,15 @@ def _op(
         return _eager_sdpa(q, k, v, mask, site, scale, causal, gqa).contiguous()  # type: ignore[no-any-return]
     member = None if backend is None else attention_backends()[backend]
     return _eager(q, k, v, mask, site, scale, causal, gqa, member).contiguous()  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("diffaccel::count_attention_call", mutates_args=("counter",))
+def _count_call(token: torch.Tensor, counter: torch.Tensor) -> None:
+    """A compiled graph computes an attention call by itself. `counter` changes, so that no graph leaves this out."""
+    counter.add_(1)
+    site = _SITES.get(int(token))
+    if site is not None and site.interception.call is not None:
+        site.interception.inline.count(site.interception.call)
 
 
 @_op.register_fake

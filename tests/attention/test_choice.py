@@ -10,6 +10,7 @@ from diffaccel import accelerate, restore
 from diffaccel.attention.backends import BACKENDS, unfit
 from diffaccel.ledger.hardware import HARDWARE
 from tests import tiny
+from tests.models.families import table
 
 
 def test_capability_table() -> None:
@@ -86,4 +87,42 @@ def test_compiled_blocks_keep_the_backend_to_the_pipelines_own_runs() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert torch.equal(tiny.run(pipe, "wan"), flex)
         assert torch.equal(tiny.run(twin, "wan"), plain)
+    restore(pipe)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("family", ["wan", "sd3", "hunyuan_video"])
+def test_calls_in_compiled_blocks_are_counted(family: str, backend: str) -> None:
+    """As many as without compiling, in whole graphs that are made once; a neighbour's calls are not among them."""
+    pipe = table.build(family)
+    accelerate(pipe, None, attention="flex")
+    table.run(pipe, family)
+    stats = pipe.acceleration.report.stats["attention.flex"]
+    assert stats["calls"]["flex"] > 0
+    twin = type(pipe)(**pipe.components)
+    accelerate(pipe, None, attention="flex", compile=True, compile_backend=backend, compile_fullgraph=True)
+    torch._dynamo.reset()
+    for again in range(2):
+        with torch._dynamo.config.patch(error_on_recompile=bool(again)):
+            first = table.run(pipe, family)[0]
+        assert pipe.acceleration.report.stats["attention.flex"] == stats
+        assert pipe.acceleration.report.stats["compile"]["graph_breaks"] == 0
+    table.run(twin, family)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(table.run(pipe, family)[0], first)
+    assert pipe.acceleration.report.stats["attention.flex"] == stats
+    restore(pipe)
+
+
+def test_skipped_blocks_are_not_counted() -> None:
+    """With a cache, a compiled block that is skipped makes no call."""
+    pipe = accelerate(tiny.build("flux"), None, attention="flex", compile=True, compile_backend="eager",
+                      cache="first_block", cache_threshold=1e9, cache_min_steps=0, cache_last_steps=0)  # fmt: skip
+    tiny.run(pipe, "flux")
+    blocks = len(pipe.transformer.transformer_blocks) + len(pipe.transformer.single_transformer_blocks)
+    report = pipe.acceleration.report
+    computed = sum(step.computed for step in report.steps)
+    assert 0 < computed < len(report.steps)
+    calls = report.stats["attention.flex"]["calls"]["flex"]
+    assert calls == computed * blocks + (len(report.steps) - computed), "of a reused step, the first block alone"
     restore(pipe)
