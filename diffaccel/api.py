@@ -47,7 +47,8 @@ def accelerate(
 
     Returns:
         The same object, now with `pipe.acceleration` and the `enable_*` / `disable_*` verbs. A second call swaps
-        cleanly: the first is undone, then the new plan attached; on an error the first stays in force.
+        cleanly: the first is undone, then the new plan attached; on an error the first stays in force. LoRAs stay
+        loaded unless `lora=False`.
 
     Raises:
         InvalidOptionError: unknown preset, option or value (with the nearest name), or not a pipeline.
@@ -58,8 +59,10 @@ def accelerate(
     decision = resolve(pipe, preset, budget, hardware, strict, overrides)
     before = handle_of(pipe)
     if before is not None and before.owns(pipe):
-        dropped = [] if "lora" in decision.wishes else [adapter.name for adapter in before.loras.adapters]
-        before.adopt(decision, f"unloaded LoRAs: {', '.join(dropped)}" if dropped else None)
+        kept, note = before.loras.over(decision.wishes)
+        if kept:
+            decision = resolve(pipe, preset, budget, hardware, strict, {**overrides, **kept})
+        before.adopt(decision, note)
         return pipe
     handle = Acceleration(pipe, decision)
     handle.adopt(decision)

@@ -22,6 +22,7 @@ from .handle import HANDLE, PLAIN, Acceleration, handle_of
 from .planner.options import require_parameters
 from .planner.places import PLACES
 from .planner.resolve import resolve
+from .quantization.lora.verbs import lora_verbs, require_no_loras
 from .quantization.weights import holds_scaled
 
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
@@ -64,7 +65,8 @@ class Accelerated:
         return moved
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Diffusers' own; refused while weights are quantized, which its files cannot hold."""
+        """Diffusers' own; refused while weights are quantized or LoRAs are on, which its files cannot hold."""
+        require_no_loras(self)
         on = [name for name in self.acceleration.plan.enabled if name.startswith("quantization.")]
         if on:
             raise IncompatibleError(
@@ -279,6 +281,7 @@ def accelerated_class(cls: type) -> type:
             "__doc__": cls.__doc__,
             PLAIN: cls,
             **_verbs(),
+            **lora_verbs(cls),
         }
         found = _CLASSES[cls] = type(cls.__name__, (Accelerated, cls), body)
     return found

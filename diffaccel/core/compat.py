@@ -42,6 +42,7 @@ __all__ = [
     "dispatch_attention",
     "drift",
     "eager",
+    "expand_lora_scales",
     "fake_tensors",
     "host_edit",
     "hub_kernel",
@@ -242,6 +243,14 @@ def lora_control_norms(pipe: Any) -> tuple[str, ...] | None:
     return None if names is None else tuple(names)
 
 
+def expand_lora_scales(module: torch.nn.Module, scales: Any) -> dict[str, float]:
+    """The dict that `set_adapters` takes for one component, by part of a layer's name (U-Nets: by block)."""
+    from diffusers.loaders.peft import _SET_ADAPTER_SCALE_FN_MAPPING as expand
+
+    found: dict[str, float] = expand[type(module).__name__](module, [dict(scales)])[0]
+    return found
+
+
 def int8_units() -> bool:
     """Has this processor INT8 matrix units (AMX or VNNI)?"""
     return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_vnni_supported())
@@ -277,6 +286,7 @@ def drift() -> list[str]:
         importlib.import_module("diffusers.loaders.lora_pipeline").FluxLoraLoaderMixin,
         "_control_lora_supported_norm_keys",
     )
+    need(importlib.import_module("diffusers.loaders.peft"), "_SET_ADAPTER_SCALE_FN_MAPPING")
     need(torch.cpu, "_is_amx_tile_supported", "_is_vnni_supported")
     group = importlib.import_module("diffusers.hooks.group_offloading")
     if getattr(group, "_GROUP_OFFLOADING", None) != GROUP_OFFLOAD:

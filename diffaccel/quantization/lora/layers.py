@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from ...core.compat import OLD_FORWARD
 from .branch import Branch, summed
+from .call_scale import CallScale
 from .pairs import Pair, Replaced
 
 BRANCH = "_diffaccel_lora"  # attribute of a layer: its `Branch`
@@ -110,13 +111,16 @@ def refusal(layer: Any, added: Pair | Replaced) -> str:
     return ""
 
 
-def put_on(layer: Any, loaded: Loaded, dtype: torch.dtype, merge: bool) -> tuple[str, Callable[[], None]]:
+def put_on(
+    layer: Any, loaded: Loaded, dtype: torch.dtype, merge: bool, scale: CallScale
+) -> tuple[str, Callable[[], None]]:
     """Let the adapters act on a layer.
 
     Args:
         loaded: (adapter, what it adds, strength), in order.
         dtype: what a branch computes in where the weight has no such dtype itself.
         merge: add them to the weight where it can hold the sum (a layer without a bias cannot hold one).
+        scale: what branches follow: the factor that one call asks for.
 
     Returns:
         ("replaced" | "merged" | "low-rank branch" | "branch", the undo).
@@ -129,8 +133,11 @@ def put_on(layer: Any, loaded: Loaded, dtype: torch.dtype, merge: bool) -> tuple
     if merge and mergeable(layer) and not (biased and layer.bias is None):
         return "merged", _merge(layer, pairs)
     if hasattr(layer, "with_extra_branch") and all(pair.plain for _, pair, _ in pairs):
+        scale.followers.append(layer)
         return "low-rank branch", _extra_branches(layer, pairs)
-    return "branch", _branch(layer, pairs, dtype)
+    undo = _branch(layer, pairs, dtype)
+    scale.followers.append(getattr(layer, BRANCH))
+    return "branch", undo
 
 
 def _branch(layer: Any, pairs: Sequence[tuple[str, Pair, float]], dtype: torch.dtype) -> Callable[[], None]:

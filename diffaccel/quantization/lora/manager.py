@@ -7,17 +7,20 @@ are put on anew whenever one of these changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
+from ...core.chain import Link
 from ...core.compat import host_edit, unwrap_module
 from ...core.options import BOOLEAN, Check, confirm, is_number
+from ...core.run import Run
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, unknown
 from ..swap import ON_META, on_meta
+from .call_scale import CallScale, scale_in, watch
 from .control import widen
 from .files import read
 from .layers import bypassed, put_on, refusal
@@ -35,14 +38,36 @@ def foreign(module: torch.nn.Module) -> bool:
     return bool(getattr(unwrap_module(module), "peft_config", None))
 
 
+Parts = Mapping[str, float | Mapping[str, float]]  # component -> factor, or part of a layer's name -> factor
+
+
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One loaded LoRA: its pairs per layer, and the strength it is applied with."""
+    """One loaded LoRA: its pairs per layer, and the strength it is applied with.
+
+    Attributes:
+        parts: factors on the strength by component, and there by part of a layer's name (diffusers' `set_adapters`
+            with dicts); 1 where nothing is said.
+        active: one of those that `set_adapters` named.
+        muted: switched off by `disable_lora`.
+    """
 
     name: str
     weights: Weights = field(repr=False)
     strength: float = 1.0
     merge: bool = False
+    parts: Parts = field(default_factory=dict)
+    active: bool = True
+    muted: bool = False
+
+    def at(self, component: str, layer: str) -> float:
+        """The strength in one layer."""
+        if self.muted or not self.active:
+            return 0.0
+        part = self.parts.get(component, 1.0)
+        if isinstance(part, Mapping):
+            part = next((factor for name, factor in part.items() if name in layer), 1.0)
+        return self.strength * part
 
 
 @dataclass(frozen=True)
@@ -59,9 +84,10 @@ class Applied:
 
 @dataclass
 class LoraEdit(Edit):
-    """An edit that remembers what it applied."""
+    """An edit that remembers what it applied, and has the factor of the current call by component."""
 
     applied: tuple[Applied, ...] = ()
+    scales: Mapping[str, CallScale] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,13 +119,13 @@ class Lora:
             why = self._held(component, unwrap_module(module))
             if why:
                 return Verdict.refuse(f"{component}: {why}", IncompatibleError)
-        said = ", ".join(f"{adapter.name} at {adapter.strength:g}" for adapter in self.adapters)
+        said = ", ".join(_said(adapter) for adapter in self.adapters)
         return Verdict.yes(said or "nothing loaded")
 
     def _held(self, component: str, module: torch.nn.Module) -> str:
         """Why an adapter would have no effect on one of its layers, or ""."""
-        rows = (item for a in self.adapters if a.strength for item in a.weights.get(component, {}).items())
-        for name, added in rows:
+        rows = ((a, *item) for a in self.adapters for item in a.weights.get(component, {}).items())
+        for name, added in ((name, added) for a, name, added in rows if a.at(component, name)):
             if on_meta(module, name):
                 return f"the weight of {name} {ON_META}"
             layer = module.get_submodule(name)
@@ -117,51 +143,100 @@ class Lora:
     @host_edit
     def attach(self, target: Target, site: Site) -> Edit:
         """Let every adapter act on its layers."""
-        undos: list[Any] = []
-        applied: list[Applied] = []
-
-        def undo() -> None:
-            while undos:
-                undos.pop()()
-
-        try:
-            for component, layer, loaded, merge in self._layers():
-                module = unwrap_module(getattr(target.pipe, component))
-                dtype = getattr(module, "dtype", torch.float32)
-                width = _width(module.get_submodule(layer), [added for _, added, _ in loaded])
-                if width is not None:
-                    undos.append(widen(module, layer, width))
-                how, back = put_on(module.get_submodule(layer), loaded, dtype, merge)
-                undos.append(back)
-                applied += [Applied(component, layer, name, pair.rank, s, how) for name, pair, s in loaded]
-        except BaseException:
-            undo()
-            raise
-        merged = [row for row in applied if row.how == "merged"]
-
-        def lost() -> str:
-            """Before an undo: a weight that accelerate has taken away since cannot be given its bits back."""
-            modules = {row.component: unwrap_module(getattr(target.pipe, row.component)) for row in merged}
-            away = next((row.layer for row in merged if on_meta(modules[row.component], row.layer)), None)
-            return "" if away is None else f"the weight of {away} {ON_META}"
-
+        state = _Attached(self, target)
+        state.put_on()
         return LoraEdit(
-            self.name, undo, stats=lambda run: {"layers": len(undos)}, applied=tuple(applied), no_undo=lost
+            self.name,
+            state.take_off,
+            begin_run=state.begin_run,
+            relink=state.relink,
+            stats=lambda run: {"layers": len({(row.component, row.layer) for row in state.applied})},
+            no_undo=state.lost,
+            applied=tuple(state.applied),
+            scales=state.scales,
         )
 
-    def _layers(self) -> list[tuple[str, str, list[tuple[str, Pair | Replaced, float]], bool]]:
+    def layers(self) -> list[tuple[str, str, list[tuple[str, Pair | Replaced, float]], bool]]:
         """(component, layer, its adapters, whether all of them may be merged), each layer once."""
         found: dict[tuple[str, str], list[tuple[str, Pair | Replaced, float]]] = {}
         merged: dict[tuple[str, str], bool] = {}
         for adapter in self.adapters:
-            if adapter.strength == 0:
-                continue
             for component, pairs in adapter.weights.items():
                 for layer, pair in pairs.items():
-                    key = component, layer
-                    found.setdefault(key, []).append((adapter.name, pair, adapter.strength))
-                    merged[key] = merged.get(key, True) and adapter.merge
+                    key, strength = (component, layer), adapter.at(component, layer)
+                    if strength:
+                        found.setdefault(key, []).append((adapter.name, pair, strength))
+                        merged[key] = merged.get(key, True) and adapter.merge
         return [(*key, loaded, merged[key]) for key, loaded in found.items()]
+
+
+def _said(adapter: Adapter) -> str:
+    off = " (disabled)" if adapter.muted else "" if adapter.active else " (not active)"
+    return f"{adapter.name} at {adapter.strength:g}{off}"
+
+
+class _Attached:
+    """All adapters on one pipeline."""
+
+    def __init__(self, lever: Lora, target: Target) -> None:
+        self.lever, self.target = lever, target
+        self.undos: list[Callable[[], None]] = []
+        self.applied: list[Applied] = []
+        self.scales: dict[str, CallScale] = {}
+        self.links: list[Link] = []
+
+    def put_on(self) -> None:
+        """Every layer; on an error nothing stays."""
+        try:
+            for component, layer, loaded, merge in self.lever.layers():
+                self._put_on_layer(component, layer, loaded, merge)
+            for component, scale in self.scales.items():
+                merged = {row.adapter for row in self.applied if (row.component, row.how) == (component, "merged")}
+                scale.merged = tuple(sorted(merged))
+                if not component.startswith("text_encoder"):
+                    self.links.append(watch(getattr(self.target.pipe, component), scale))
+        except BaseException:
+            self.take_off()
+            raise
+
+    def _put_on_layer(
+        self, component: str, layer: str, loaded: list[tuple[str, Pair | Replaced, float]], merge: bool
+    ) -> None:
+        module = unwrap_module(getattr(self.target.pipe, component))
+        dtype = getattr(module, "dtype", torch.float32)
+        width = _width(module.get_submodule(layer), [added for _, added, _ in loaded])
+        if width is not None:
+            self.undos.append(widen(module, layer, width))
+        scale = self.scales.setdefault(component, CallScale())
+        how, back = put_on(module.get_submodule(layer), loaded, dtype, merge, scale)
+        self.undos.append(back)
+        self.applied += [Applied(component, layer, name, pair.rank, s, how) for name, pair, s in loaded]
+
+    def take_off(self) -> None:
+        """Every layer has its own bits back."""
+        while self.links:
+            self.links.pop().remove()
+        while self.undos:
+            self.undos.pop()()
+
+    def begin_run(self, run: Run) -> None:
+        """A scale that cannot act is refused before anything is computed."""
+        value = None if run.request is None else scale_in(run.request[2])
+        if value is not None:
+            for scale in self.scales.values():
+                scale.require(value)
+
+    def relink(self) -> None:
+        """Before a run: what another library dropped is put back."""
+        for link in self.links:
+            link.relink()
+
+    def lost(self) -> str:
+        """Before an undo: a weight that accelerate has taken away since cannot be given its bits back."""
+        for row in self.applied:
+            if row.how == "merged" and on_meta(unwrap_module(getattr(self.target.pipe, row.component)), row.layer):
+                return f"the weight of {row.layer} {ON_META}"
+        return ""
 
 
 class Loras:
@@ -220,7 +295,7 @@ class Loras:
         """
         self._require_life()
         name = _name(name) if name is not None else _free(self.strengths)
-        strength = _strength(strength)
+        strength = strength_of(strength)
         if name in self.strengths:
             raise InvalidOptionError(f"name={name!r}: a LoRA of this name is loaded; unload it or choose another name")
         merge = confirm("merge", merge, BOOLEAN)
@@ -238,8 +313,43 @@ class Loras:
         for name in map(_name, strengths):
             if name not in self.strengths:
                 raise unknown("LoRA", name, self.strengths)
-        changed = {name: _strength(value) for name, value in strengths.items()}
-        return self._adopt(tuple(replace(a, strength=changed.get(a.name, a.strength)) for a in self.adapters))
+        changed = {name: strength_of(value) for name, value in strengths.items()}
+        return self._adopt(
+            tuple(
+                replace(a, strength=changed[a.name], parts={}, active=True, muted=False) if a.name in changed else a
+                for a in self.adapters
+            )
+        )
+
+    def activate(self, chosen: Mapping[str, tuple[float, Parts]]) -> Any:
+        """Only these adapters act, each with its strength and factors by component; the others stay loaded."""
+        for name in chosen:
+            if name not in self.strengths:
+                raise unknown("LoRA", name, self.strengths)
+        return self._adopt(tuple(_activated(a, chosen.get(a.name)) for a in self.adapters))
+
+    def mute(self, muted: bool) -> Any:
+        """Switch all adapters off, or on again, with the strengths they have."""
+        return self._adopt(tuple(replace(a, muted=muted) for a in self.adapters))
+
+    def over(self, wishes: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+        """(what keeps the LoRAs through another `accelerate` with these wishes, a note for the plan)."""
+        names = ", ".join(self.strengths)
+        if not names or wishes.get("lora"):
+            return {}, None
+        if "lora" in wishes:  # lora=False
+            return {}, f"unloaded LoRAs: {names}"
+        return {"lora": True, "lora_adapters": self.adapters}, f"LoRAs stay loaded (lora=False unloads them): {names}"
+
+    @property
+    def alive(self) -> bool:
+        """Is anything loaded, on a pipeline that is still accelerated?"""
+        return not self._handle.retired and bool(self.adapters)
+
+    @property
+    def scales(self) -> Mapping[str, CallScale]:
+        """Component -> the factor of the current call."""
+        return next((edit.scales for edit in self._handle.stack.edits if isinstance(edit, LoraEdit)), {})
 
     def unload(self, name: str | None = None) -> Any:
         """Take one adapter off, or all; the weights are what they were, bit by bit. Returns the pipeline."""
@@ -267,6 +377,12 @@ class Loras:
         return f"Loras({self.strengths})"
 
 
+def _activated(adapter: Adapter, chosen: tuple[float, Parts] | None) -> Adapter:
+    if chosen is None:
+        return replace(adapter, active=False)
+    return replace(adapter, strength=chosen[0], parts=chosen[1], active=True)
+
+
 def _free(taken: Mapping[str, float]) -> str:
     return next(f"lora_{i}" for i in range(len(taken) + 1) if f"lora_{i}" not in taken)
 
@@ -285,7 +401,8 @@ def _patterns(layers: Any) -> list[str] | None:
     return list(layers)
 
 
-def _strength(value: Any) -> float:
+def strength_of(value: Any) -> float:
+    """A strength as a number; raises InvalidOptionError where it is none, or not finite."""
     return float(confirm("strength", value, Check("a finite number", is_number)))
 
 

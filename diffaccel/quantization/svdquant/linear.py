@@ -55,6 +55,7 @@ class State:
         presented: the dtype that the model was, or has been cast to since.
         factors: the dtype of the layer's own branch.
         branches: the extra branches, in the order of their rows.
+        factor: [], what one call multiplies the strengths of the extra branches with (1 between calls).
         kernel_layout: qweight lies as nunchaku's kernels read it (see `packing`).
         packed: what such a backend keeps besides, for a dtype and device.
     """
@@ -65,6 +66,7 @@ class State:
     presented: torch.dtype
     factors: torch.dtype
     branches: dict[str, Branch] = field(default_factory=dict)
+    factor: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float32))
     kernel_layout: bool = False
     packed: tuple[Any, list[dict[str, Tensor]]] | None = None
 
@@ -200,6 +202,15 @@ class SvdQuantLinear(nn.Linear):
         self.svdq.branches[name].strength = float(strength)
         self.svdq.packed = None
         return self
+
+    def rescale(self, value: float) -> None:
+        """Multiply the strengths of all extra branches with this, in place of the factor before."""
+        self.svdq.factor.fill_(value)
+        self.svdq.packed = None
+
+    def extra_scale(self) -> Tensor:
+        """[r] of the extra branches: strengths times the factor of the call (which stays on the host)."""
+        return self.branch_scale[self.svdq.base_rank :] * self.svdq.factor
 
     def without_extra_branch(self, name: str) -> SvdQuantLinear:
         """Take an extra branch off; what is left has the bits it had before (no such branch: nothing to do)."""
@@ -338,7 +349,10 @@ def _buffers(layer: Layer) -> dict[str, Tensor]:
 def low_rank_input(linear: SvdQuantLinear, x: Tensor) -> Tensor:
     """x D'^T of the layer's own and of all extra branches, with their strengths, [..., r]."""
     low = nn.functional.linear(x, linear.proj_down.to(x.dtype))
-    return low * linear.branch_scale.to(x.dtype) if linear.svdq.branches else low
+    if not linear.svdq.branches:
+        return low
+    scale = torch.cat((linear.branch_scale[: linear.svdq.base_rank], linear.extra_scale()))
+    return low * scale.to(x.dtype)
 
 
 def _bias(linear: SvdQuantLinear, dtype: torch.dtype) -> Tensor | None:

@@ -42,7 +42,7 @@ def packed(linear: SvdQuantLinear, dtype: torch.dtype) -> list[dict[str, Tensor]
         if part.unsigned and bias is not None:
             bias = bias + shift_correction(part)
     rank, start = linear.svdq.base_rank, 0
-    extra_down, extra_up = linear.proj_down[rank:], linear.proj_up[:, rank:] * linear.branch_scale[rank:]
+    extra_down, extra_up = linear.proj_down[rank:], linear.proj_up[:, rank:] * linear.extra_scale()
     for index, part in enumerate(layer.parts):
         columns = slice(start, start + part.codes.columns)
         start = columns.stop

@@ -173,7 +173,7 @@ def test_what_a_file_must_not_hold_and_options_that_do_not_exist() -> None:
     with pytest.raises(InvalidOptionError, match="did you mean 'weight_name'"):
         pipe.acceleration.loras.load(state_dict(pipe, "wan"), "a", weight_nam="x")
     pipe.acceleration.loras.load(state_dict(pipe, "wan"), "a")
-    accelerate(pipe, None, attention="native")
+    accelerate(pipe, None, attention="native", lora=False)
     assert "unloaded LoRAs: a" in pipe.acceleration.plan.notes and pipe.acceleration.loras.strengths == {}
 
 
