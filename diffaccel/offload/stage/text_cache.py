@@ -1,8 +1,8 @@
 """A text encoder's outputs, kept: on a hit the encoder is neither called nor loaded.
 
 The key is everything the output depends on: the arguments by value (token ids and masks, hence tokenizer, prompt and
-`max_sequence_length`), the weights by version (by content in files), the plain settings of every submodule (a LoRA's
-scale, dropout's training flag) and how PyTorch computes.
+`max_sequence_length`), the weights by version (by content in files), the attributes of every submodule (a LoRA's
+branch and scale, dropout's training flag) and how PyTorch computes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ import torch
 from ...errors import DiffaccelError
 from .embeddings import FileStore, MemoryStore, PackedOutput, Unkeepable, feed, key_of, pack_output, unpack_output
 from .residency import Group
-
-_SETTINGS = (bool, int, float, str, type(None))
-# What transformers notes about loading and its own hooks, which changes no output.
-_NOT_SETTINGS = ("name_or_path", "_is_hf_initialized", "_output_capturing_hooks_installed")
+from .settings import settings
 
 
 class TextCache:
@@ -104,7 +101,7 @@ class TextCache:
 
 
 def content(module: torch.nn.Module) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of every parameter and buffer."""
+    """SHA-256 over names, dtypes, shapes and bytes of every parameter and buffer, and how quantized ones are meant."""
     made = hashlib.sha256()
     for name, tensor in _named(module):
         feed(made, name, tensor)
@@ -113,35 +110,16 @@ def content(module: torch.nn.Module) -> str:
 
 def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if hasattr(tensor, "__tensor_flatten__"):
-            for inner in tensor.__tensor_flatten__()[0]:
-                yield f"{name}.{inner}", getattr(tensor, inner)
-        else:
-            yield name, tensor
+        yield from _plain_tensors(name, tensor)
 
 
-def settings(module: torch.nn.Module) -> str:
-    """A digest of the plain attributes of every submodule and of its config: what decides beside weights."""
-    made = hashlib.sha256()
-    for name, child in module.named_modules():
-        made.update(f"{name}:{type(child).__qualname__}".encode())
-        for key, value in sorted(vars(child).items()):
-            if key not in _NOT_SETTINGS and _is_setting(value):
-                made.update(f"|{key}={value!r}".encode())
-    config: Any = getattr(module, "config", None)
-    implementation = getattr(config, "_attn_implementation", None)
-    made.update(f"|{config.to_json_string() if hasattr(config, 'to_json_string') else ''}|{implementation}".encode())
-    return made.hexdigest()[:32]
-
-
-def _is_setting(value: Any) -> bool:
-    if isinstance(value, _SETTINGS):
-        return True
-    if isinstance(value, (list, tuple)):
-        return all(_is_setting(entry) for entry in value)
-    if isinstance(value, dict):
-        return bool(value) and all(isinstance(k, _SETTINGS) and _is_setting(v) for k, v in value.items())
-    return False
+def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor
+        return
+    names, meaning = tensor.__tensor_flatten__()
+    for inner in names:
+        yield from _plain_tensors(f"{name}|{type(tensor).__qualname__}|{meaning!r}|{inner}", getattr(tensor, inner))
 
 
 def surroundings(device: torch.device) -> str:
@@ -153,4 +131,13 @@ def surroundings(device: torch.device) -> str:
     capability = "" if cuda else torch.backends.cpu.get_cpu_capability()
     cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     precision = torch.get_float32_matmul_precision()
-    return f"{torch.__version__}|{transformers.__version__}|{device.type}|{chip}|{capability}|{cast}|{precision}"
+    how = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
+    versions = f"{torch.__version__}|{transformers.__version__}"
+    return f"{versions}|{device.type}|{chip}|{capability}|{cast}|{precision}|{how}"
