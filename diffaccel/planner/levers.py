@@ -46,7 +46,7 @@ LEVERS: Mapping[str, Mapping[str, Lever]] = {
     "cache": {name: CacheMethod("caching.methods", name) for name in CACHES},
     "compile": {"True": Lever("compilation.regional", "RegionalCompile")},
     "guidance": {"reuse": Lever("guidance.reuse", "GuidanceReuse")},
-    "lora": {"True": Lever("quantization.lora.manager", "Lora")},
+    "lora": {"True": Lever("quantization.lora.lever", "Lora")},
     "offload": {
         "layerwise": Lever("offload.layerwise.config", "LayerwiseOffload"),
         "stage": Lever("offload.stage.config", "StageOffload"),

@@ -17,7 +17,8 @@ from typing import Any
 from ...core.compat import expand_lora_scales, unwrap_module
 from ...errors import IncompatibleError, InvalidOptionError
 from .call_scale import asked
-from .manager import Loras, Parts, strength_of
+from .lever import Parts
+from .manager import Loras, strength_of
 
 Verb = Callable[..., Any]
 MERGE = "diffaccel's LoRAs are merged by loading them so: pipe.acceleration.loras.load(source, name, merge=True)"
