@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..core.options import GOT, LIMIT, NUMBER, plain, take, whole
 from ..errors import InvalidOptionError, unknown
-from ..extrapolation.schedule import parse_schedule
+from ..extrapolation.schedule import check_form, parse_schedule
 from .step import Ruling, Step
 
 POLICIES = ("dynamic", "static")
@@ -64,6 +64,9 @@ class Guards:
         take(self, NUMBER, "start", "end", form=GOT)
         take(self, LIMIT.or_none(), "max_accumulated", "sigma_high", "sigma_low", form=GOT)
         object.__setattr__(self, "mask", plain(self.mask))  # the one way to set a field of a frozen dataclass
+        flags = isinstance(self.mask, (list, tuple)) and self.mask and all(isinstance(f, bool) for f in self.mask)
+        if self.mask is not None and not flags and not _is_published(self.mask):
+            check_form(self.mask)
         if self.policy not in POLICIES:
             raise unknown("policy", str(self.policy), POLICIES)
         if not 0 <= self.start <= self.end <= 1:
@@ -91,10 +94,16 @@ class Guards:
         return replace(self, mask=_flags(self.mask, total))
 
 
-def _flags(mask: str | Sequence[int], total: int) -> tuple[bool, ...]:
-    from .tables import load_table, steps_mask
+def _is_published(mask: object) -> bool:
+    from .tables import load_table
 
-    if isinstance(mask, str) and mask in load_table("steps_masks")["masks"]["28"]:
+    return isinstance(mask, str) and mask in load_table("steps_masks")["masks"]["28"]
+
+
+def _flags(mask: str | Sequence[int], total: int) -> tuple[bool, ...]:
+    from .tables import steps_mask
+
+    if isinstance(mask, str) and _is_published(mask):
         return steps_mask(mask, total)
     if isinstance(mask, tuple) and all(isinstance(flag, bool) for flag in mask):
         if len(mask) != total:

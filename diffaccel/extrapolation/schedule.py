@@ -6,9 +6,10 @@ Every function returns one flag per step, True = computed; step 0 always is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
-from ..core.options import GOT, confirm, plain, whole
+from ..core.options import GOT, confirm, is_whole, plain, short, whole
 from ..errors import InvalidOptionError
 
 Mask = tuple[bool, ...]
@@ -26,14 +27,23 @@ def parse_schedule(value: str | Sequence[int] | Sequence[bool], total: int) -> M
     if isinstance(value, str):
         text = value.replace(" ", "").replace("_", "")
         if not text or set(text) - {"0", "1"}:
-            raise InvalidOptionError(f"a schedule string holds only 0 and 1, one per step, got {value!r}")
+            raise InvalidOptionError(f"a schedule string holds only 0 and 1, one per step, got {short(value)}")
         return check_mask([c == "1" for c in text], total)
-    values = plain(list(value))
-    if not all(isinstance(v, int) for v in values):
-        raise InvalidOptionError(f"a schedule is a string of 0 and 1, or a list of flags or of steps, got {value!r}")
+    values = _listed(value)
     if _are_flags(values):
         return check_mask([bool(v) for v in values], total)
     return mask_of_steps(values, total)
+
+
+def _listed(value: Any) -> list[int]:
+    """The entries of a list of steps, or of flags."""
+    values = plain(list(value)) if isinstance(value, Sequence) else plain(value)
+    steps = isinstance(values, list) and (all(map(is_whole, values)) or all(isinstance(v, bool) for v in values))
+    if not steps or not values:
+        raise InvalidOptionError(
+            f"a schedule is a string of 0 and 1, or a list of flags or of steps, got {short(value)}"
+        )
+    return values
 
 
 def _are_flags(values: Sequence[int]) -> bool:
@@ -45,12 +55,18 @@ def check_form(value: str | Sequence[int]) -> None:
     if isinstance(value, str):
         parse_schedule(value, len(value.replace(" ", "").replace("_", "")))
         return
-    steps: list[Any] = plain(list(value)) if isinstance(value, Sequence) else []
-    if not steps or not all(isinstance(step, int) for step in steps):
-        raise InvalidOptionError(f"a schedule is a string of 0 and 1, or a list of flags or of steps, got {value!r}")
+    steps = _listed(value)
     if _are_flags(steps):
         parse_schedule(steps, len(steps))
-    elif min(steps) >= 0:  # negative ones count from an end that is not known yet
+        return
+    for before, after in pairwise(steps):
+        if before == after:
+            raise InvalidOptionError(f"the schedule names a step twice: {before}")
+        if (before < 0, before) > (after < 0, after):  # from the first step on, then those that count from the end
+            raise InvalidOptionError(
+                f"the steps of a schedule must rise, and {after} comes after {before} (flags: a string such as '1011')"
+            )
+    if min(steps) >= 0:  # negative ones count from an end that is not known yet
         mask_of_steps(steps, max(steps) + 1)
 
 
@@ -61,7 +77,7 @@ def mask_of_steps(steps: Sequence[int], total: int) -> Mask:
     if wrong:
         raise InvalidOptionError(f"the schedule names step {wrong[0]}, and the loop has steps 0 to {total - 1}")
     if len(set(places)) < len(places):
-        raise InvalidOptionError(f"the schedule names a step twice: {list(steps)}")
+        raise InvalidOptionError(f"the schedule names a step twice: {short(list(steps))}")
     return check_mask([t in places for t in range(total)], total)
 
 

@@ -11,11 +11,11 @@ import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import native_cache
-from ..core.options import GOT, LIMIT, NUMBER, one_of, plain, take, whole
+from ..core.options import GOT, LIMIT, NUMBER, one_of, plain, refuse, take, whole
 from ..core.run import Run
 from ..errors import IncompatibleError, InvalidOptionError
 from ..extrapolation.forecast import Forecast
-from ..extrapolation.schedule import parse_schedule
+from ..extrapolation.schedule import check_form, parse_schedule
 from ..models.registry import CARDS
 from ..models.spec import EMBEDDED
 from .difference import BranchAction, GuidanceSteps
@@ -82,14 +82,11 @@ class GuidanceReuse:
         given = plain(self.schedule)
         if given is None:
             return
-        if isinstance(given, str):
-            parse_schedule(given, len(given.replace(" ", "").replace("_", "")))
-        elif isinstance(given, (list, tuple)) and given and all(isinstance(step, int) for step in given):
-            object.__setattr__(self, "schedule", tuple(given))  # the one way to set a field of a frozen dataclass
-        else:
-            raise InvalidOptionError(
-                f"schedule must be a string of 0 and 1, or a list of flags or of steps, got {given!r}"
-            )
+        listed = isinstance(given, (list, tuple)) and given and all(isinstance(step, int) for step in given)
+        if not listed and not isinstance(given, str):
+            raise refuse("schedule", given, "a string of 0 and 1, or a list of flags or of steps", GOT)
+        check_form(given)
+        object.__setattr__(self, "schedule", given if isinstance(given, str) else tuple(given))  # it is frozen
 
     @property
     def neutral(self) -> bool:
