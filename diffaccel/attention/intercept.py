@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core.chain import RootHook
-from ..core.compat import attention_backends, dispatch_attention, host_edit, unwrap_module
+from ..core.compat import attention_backends, dispatch_attention, host_edit, unwrap_module, vmap_allowed
 from ..core.run import Call
 from ..models.spec import ModelSpec
 from .calls import Handler, Inputs, Where
@@ -112,7 +112,7 @@ class Interception:
         """The denoiser returned or raised."""
         self.call = self.grid = self.in_force = None
 
-    def attend(self, site: LayerSite, inputs: Inputs, plain: Callable[[], torch.Tensor]) -> Any:
+    def attend(self, site: LayerSite, inputs: Inputs, plain: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Answer one attention call: by the handler within a run of the pipeline, else as without us."""
         if self.call is None:
             return plain()
@@ -124,7 +124,8 @@ class Interception:
             grid = Geometry(*grid.shape, text, grid.text_first, grid.frame_sink) if fits else None
         cross = site.cross or inputs.k.shape[1] != inputs.q.shape[1]
         where = Where(site.layer, self.layers, site.name, cross, grid, self.call)
-        return self.handler(where, inputs, plain)
+        output: torch.Tensor = self.handler(where, inputs, plain)
+        return output
 
 
 def blind(module: torch.nn.Module) -> list[str]:
@@ -179,15 +180,21 @@ def _dispatch(
     """Stands for diffusers' `dispatch_attention_fn`; q, k, v [B, N, H, D]."""
     own = {"backend": backend, "parallel_config": parallel_config, "attention_kwargs": attention_kwargs}
     if dropout_p or attention_kwargs or parallel_config is not None:
-        return dispatch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **own)
+        plain: torch.Tensor = dispatch_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **own
+        )
+        return plain
     if torch.compiler.is_compiling():
         inline = _TRACED.inline
         if inline is not None and inline.takes(attn_mask is not None, is_causal):
             own["backend"] = inline.member
             _count_call(_TRACED.token, _TRACED.counter)
-            return dispatch_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, **own)
+            found: torch.Tensor = dispatch_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, **own
+            )
+            return found
         name = None if backend is None else backend if isinstance(backend, str) else backend.value
-        return _op(query, key, value, attn_mask, _TRACED.token, scale, is_causal, enable_gqa, name, False)
+        return _in_graph(query, key, value, attn_mask, scale, is_causal, enable_gqa, name, False)
     return _eager(query, key, value, attn_mask, _HERE.site, scale, is_causal, enable_gqa, backend)
 
 
@@ -207,11 +214,20 @@ def _sdpa(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if torch.compiler.is_compiling():
-        return _op(query, key, value, attn_mask, _TRACED.token, scale, is_causal, enable_gqa, None, True)
+        return _in_graph(query, key, value, attn_mask, scale, is_causal, enable_gqa, None, True)
     return _eager_sdpa(query, key, value, attn_mask, _HERE.site, scale, is_causal, enable_gqa)
 
 
-def _eager(q: Any, k: Any, v: Any, mask: Any, site: Any, scale: Any, causal: bool, gqa: bool, backend: Any) -> Any:
+def _in_graph(
+    q: Any, k: Any, v: Any, mask: Any, scale: Any, causal: bool, gqa: bool, backend: str | None, heads_first: bool
+) -> torch.Tensor:
+    output: torch.Tensor = _op(q, k, v, mask, _TRACED.token, scale, causal, gqa, backend, heads_first)
+    return output
+
+
+def _eager(
+    q: Any, k: Any, v: Any, mask: Any, site: LayerSite | None, scale: Any, causal: bool, gqa: bool, backend: Any
+) -> torch.Tensor:
     def plain() -> torch.Tensor:
         output: torch.Tensor = dispatch_attention(q, k, v, mask, 0.0, causal, scale, gqa, backend=backend)
         return output
@@ -221,7 +237,9 @@ def _eager(q: Any, k: Any, v: Any, mask: Any, site: Any, scale: Any, causal: boo
     )
 
 
-def _eager_sdpa(q: Any, k: Any, v: Any, mask: Any, site: Any, scale: Any, causal: bool, gqa: bool) -> Any:
+def _eager_sdpa(
+    q: Any, k: Any, v: Any, mask: Any, site: LayerSite | None, scale: Any, causal: bool, gqa: bool
+) -> torch.Tensor:
     def own() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
 
@@ -249,10 +267,13 @@ def _op(
 ) -> torch.Tensor:
     """An attention call from inside a compiled graph."""
     site = _SITES.get(int(token))
-    if heads_first:
-        return _eager_sdpa(q, k, v, mask, site, scale, causal, gqa).contiguous()  # type: ignore[no-any-return]
-    member = None if backend is None else attention_backends()[backend]
-    return _eager(q, k, v, mask, site, scale, causal, gqa, member).contiguous()  # type: ignore[no-any-return]
+    with vmap_allowed():
+        if heads_first:
+            output = _eager_sdpa(q, k, v, mask, site, scale, causal, gqa)
+        else:
+            member = None if backend is None else attention_backends()[backend]
+            output = _eager(q, k, v, mask, site, scale, causal, gqa, member)
+        return output.contiguous()
 
 
 @torch.library.custom_op("diffaccel::count_attention_call", mutates_args=("counter",))

@@ -57,6 +57,7 @@ __all__ = [
     "unwrap_module",
     "vae_decode",
     "vae_encode",
+    "vmap_allowed",
 ]
 
 REGISTRY = "_diffusers_hook"  # attribute of a module that holds its HookRegistry
@@ -167,6 +168,31 @@ def no_duck_shape() -> Any:
     return config.patch(use_duck_shape=False)
 
 
+VMAP_KEYS = (
+    "FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchGradWrapper", "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchDynamicLayerBackMode",
+)  # fmt: skip
+
+
+def vmap_allowed() -> contextlib.AbstractContextManager[Any]:
+    """In here torch.vmap works, as it does anywhere but in a custom op that a new graph of torch.compile calls.
+
+    At a graph's first call PyTorch looks whether custom ops alias their inputs, with these dispatch keys shut off;
+    flex_attention makes its block masks by vmap.
+    """
+    core: Any = torch._C
+    shut = core._dispatch_tls_local_exclude_set()
+    keys = [getattr(core.DispatchKey, name) for name in VMAP_KEYS]
+    if not any(shut.has(key) for key in keys):
+        return contextlib.nullcontext()
+    for key in keys:
+        shut = shut.remove(key)
+    guard: contextlib.AbstractContextManager[Any] = core._ForceDispatchKeyGuard(
+        core._dispatch_tls_local_include_set(), shut
+    )
+    return guard
+
+
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
     """In here operations compute shapes only, on tensors without memory; dispatch modes that are on see nothing."""
@@ -272,6 +298,8 @@ def drift() -> list[str]:
     need(_AttentionBackendRegistry, "_active_backend")
     dispatch = importlib.import_module("diffusers.models.attention_dispatch")
     need(dispatch, "_maybe_download_kernel_for_backend", "_HUB_KERNELS_REGISTRY")
+    need(torch._C, "_dispatch_tls_local_exclude_set", "_dispatch_tls_local_include_set", "_ForceDispatchKeyGuard")
+    need(torch._C.DispatchKey, *VMAP_KEYS)
     need(torch.nn.Module, COMPILED, "_call_impl")
     need(importlib.import_module("torch._dynamo.utils"), "counters")
     need(importlib.import_module("torch.fx.experimental._config"), "use_duck_shape", "patch")

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _step(acc, total, top, scores, v, UPCAST: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """One tile of keys into the running softmax: scores [M, N] in units of log2, hidden ones -inf; v [N, D]."""
     new_top = tl.maximum(top, tl.max(scores, 1))
@@ -23,7 +23,7 @@ def _step(acc, total, top, scores, v, UPCAST: tl.constexpr, PRECISION: tl.conste
     return acc, total, new_top
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _scores(q, k, in_n, scale_log2, UPCAST: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """[M, N] in units of log2 of q [M, D] and k [D, N]; keys that are not `in_n` [N] count as hidden."""
     if UPCAST:
@@ -31,7 +31,7 @@ def _scores(q, k, in_n, scale_log2, UPCAST: tl.constexpr, PRECISION: tl.constexp
     return tl.where(in_n[None, :], tl.dot(q, k, input_precision=PRECISION) * scale_log2, float("-inf"))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _store(out_at, lse_at, acc, total, top, in_m, in_d):  # type: ignore[no-untyped-def]
     """Write output [M, D] and natural log-sum-exp [M]; a row that saw no key gives 0 and -inf."""
     seen = total > 0
@@ -44,7 +44,7 @@ def _store(out_at, lse_at, acc, total, top, in_m, in_d):  # type: ignore[no-unty
     tl.store(lse_at, tl.where(broken, total, lse), in_m)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def block_sparse_kernel(  # type: ignore[no-untyped-def]
     Q, K, V, Out, Lse,
     Rows, Keys, Plans, Assign, QueryOrder, KeyOrder,
@@ -97,7 +97,7 @@ def block_sparse_kernel(  # type: ignore[no-untyped-def]
     _store(out_at, Lse + head.to(tl.int64) * queries + at, acc, total, top, in_m, in_d)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def int8_kernel(  # type: ignore[no-untyped-def]
     Q, K, V, Out, Lse, QScale, KScale,
     q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,

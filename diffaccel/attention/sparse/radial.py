@@ -39,7 +39,7 @@ def width(distance: int, frame: int, decay: float, block: int) -> int:
 def split(distance: int, frame: int, threshold: int) -> bool:
     """Whether two frames so far apart see each other at all (few do where a band would be under the threshold)."""
     band, scale = 2 ** frame.bit_length(), 2 ** distance.bit_length()
-    return band >= threshold * scale or distance % (threshold * scale // band) == 0
+    return bool(band >= threshold * scale or distance % (threshold * scale // band) == 0)
 
 
 def _bands(geometry: Geometry, decay: float, block: int, threshold: int) -> list[int]:
