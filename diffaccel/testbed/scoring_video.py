@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import motion, scoring
+from . import motion, scoring_image
 from .motion import ATTRIBUTES, MOTIONS
 
 __all__ = ["ATTRIBUTES", "Seen", "parse", "read", "to_clips"]
@@ -50,23 +50,23 @@ def to_clips(videos: Any) -> list[np.ndarray] | None:
                 else "numpy batch must be [B, F, H, W, 3]"
             )
             raise ValueError(f"a {form}, got {list(videos.shape)}")
-        return [np.stack(scoring.to_arrays(video)) for video in videos]
+        return [np.stack(scoring_image.to_arrays(video)) for video in videos]
     if not isinstance(videos, Sequence) or not videos:
         return None
     if all(isinstance(video, np.ndarray) and video.ndim == 4 for video in videos) or all(
         isinstance(video, (list, tuple)) and len(video) for video in videos
     ):
-        return [np.stack(scoring.to_arrays(video)) for video in videos]
+        return [np.stack(scoring_image.to_arrays(video)) for video in videos]
     return None
 
 
 def read(clip: np.ndarray) -> Seen:
     """What one clip [F, H, W, 3] in 0..1 shows: most frequent around half time; the place is the mean there."""
     last = len(clip) - 1
-    middle = [scoring.look(clip[i]) for i in sorted({round(at * last) for at in _AROUND_HALF_TIME})]
+    middle = [scoring_image.look(clip[i]) for i in sorted({round(at * last) for at in _AROUND_HALF_TIME})]
     centres = [sight.centre for sight in middle if sight.centre is not None]
     place = (
-        scoring.nearest_place((float(np.mean([c[0] for c in centres])), float(np.mean([c[1] for c in centres]))))
+        scoring_image.nearest_place((float(np.mean([c[0] for c in centres])), float(np.mean([c[1] for c in centres]))))
         if centres
         else ""
     )
@@ -82,7 +82,7 @@ def _motion(clip: np.ndarray) -> str:
     last = len(clip) - 1
     times, centres = [], []
     for index in sorted({round(i) for i in np.linspace(0, last, _TRACKED)}):
-        centre = scoring.look(clip[index]).centre
+        centre = scoring_image.look(clip[index]).centre
         if centre is not None:
             times.append(index / max(last, 1))
             centres.append(centre)

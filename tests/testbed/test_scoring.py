@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from diffaccel.testbed import prompts, score
-from diffaccel.testbed.scoring import read
+from diffaccel.testbed.scoring_image import read
 from diffaccel.testbed.world import ATTRIBUTES, parse, render
 
 SIZES = [(64, 64), (96, 96), (128, 128), (96, 64), (64, 96)]
