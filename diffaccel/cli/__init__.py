@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Sequence
 
@@ -66,14 +67,27 @@ def _unknown(verb: str) -> str:
     return f"unknown verb {verb!r}: {nearest(verb, VERBS)}"
 
 
+# What libraries say while they are imported, of optional packages and of each other; nothing a user could act upon.
+IMPORT_NOISE = re.compile(
+    r"requires torchvision|Unable to import `torchao`|Failed to load .*\.so|register_constant\(\)|cpp extensions"
+)
+
+
+def _is_no_noise(record: logging.LogRecord) -> bool:
+    return IMPORT_NOISE.search(record.getMessage()) is None
+
+
 def hush_libraries() -> None:
-    """Keep notes about optional packages that we do not need (torchvision, CUDA parts of torchao) off the screen."""
+    """Keep bars, and notes about optional packages (torchvision, parts of torchao), off the screen; warnings stay."""
     for name in ("torchao", "torch.utils._pytree"):  # both speak while diffusers is imported
-        logging.getLogger(name).setLevel(logging.ERROR)
-    from diffusers.utils import logging as diffusers_logging
+        logging.getLogger(name).addFilter(_is_no_noise)
     from transformers.utils import logging as transformers_logging
 
-    diffusers_logging.set_verbosity_error()
-    transformers_logging.set_verbosity_error()
-    diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
+    from diffusers.utils import logging as diffusers_logging
+
+    diffusers_logging.disable_progress_bar()
+    for library in (diffusers_logging, transformers_logging):
+        library.get_logger()  # makes the handler, which sees what all loggers of the library say
+        for handler in logging.getLogger(library.__name__.partition(".")[0]).handlers:
+            handler.addFilter(_is_no_noise)

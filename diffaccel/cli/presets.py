@@ -1,9 +1,11 @@
-"""`diffaccel presets`: the names of the presets, or the text of one."""
+"""`diffaccel presets`: the presets with a line about each, or the text of one."""
 
 from __future__ import annotations
 
 import argparse
 import json
+
+from ..planner import presets  # not by way of diffaccel.presets, which would load torch and diffusers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,12 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from diffaccel import presets
-
-    found = presets() if args.name is None else presets(args.name)
+    if args.name is not None:
+        text = presets.text(args.name)
+        print(json.dumps({"name": args.name, "text": text}, indent=2) if args.json else text.rstrip())
+        return 0
+    told = {name: presets.load(name).description for name in presets.names()}
     if args.json:
-        document = {"presets": found} if args.name is None else {"name": args.name, "text": found}
-        print(json.dumps(document, indent=2))
+        print(json.dumps({"presets": list(told), "descriptions": told}, indent=2))
     else:
-        print(found.rstrip() if isinstance(found, str) else "\n".join(found))
+        width = max(map(len, told), default=0)
+        print("\n".join(f"{name:{width}}  {description}".rstrip() for name, description in told.items()))
     return 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
-from diffaccel import cli
+from diffaccel import cli, presets
 from diffaccel.cli import VERBS, main
 from diffaccel.errors import BudgetError
+from tests import tiny
 
 
 def test_help_lists_exactly_the_verbs_that_exist(capsys):
@@ -82,10 +85,55 @@ def test_python_dash_m_is_the_same_command():
 
 def test_presets_list(capsys):
     assert main(["presets"]) == 0
-    names = capsys.readouterr().out.split()
-    assert {"auto", "cpu-demo", "lossless"} <= set(names)
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    told = {name: description for name, description in lines}
+    assert {"auto", "cpu-demo", "lossless"} <= set(told)
+    for name, description in told.items():
+        assert tomllib.loads(presets(name))["description"] == description != ""
     assert main(["presets", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"presets": names}
+    assert json.loads(capsys.readouterr().out) == {"presets": presets(), "descriptions": told}
+
+
+def test_presets_loads_no_library_and_says_nothing_beside_the_list():
+    """Counted, not timed: without torch, diffusers and the like it takes a fraction of a second."""
+    code = (
+        "import sys; from diffaccel.cli import main; assert main(['presets']) == 0;"
+        "heavy = {'torch', 'diffusers', 'transformers', 'accelerate', 'torchao', 'numpy', 'PIL'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "cpu-demo" in done.stdout
+
+
+QUIET = """
+import sys
+from diffaccel.cli import hush_libraries, main
+folder, out = sys.argv[1:]
+hush_libraries()
+import transformers, diffusers
+transformers.utils.logging.get_logger("transformers.tokenization").warning("a real warning")
+diffusers.utils.logging.get_logger("diffusers.pipelines").warning("another real warning")
+for words in (
+    ["presets"],
+    ["plan", "--json"],
+    ["plan", "--model", folder],
+    ["demo", "--steps", "2", "--prompts", "1", "--rounds", "1", "--quiet", "--out", out],
+    ["quantize", "--scheme", "svdquant-int4", "--model", folder, "--out", out, "--rank", "2", "--quiet"],
+):
+    assert main(words) == 0, words
+"""
+
+
+def test_no_library_speaks_while_it_is_imported_and_real_warnings_are_heard(tmp_path):
+    """Every verb in one process: on stderr is what the verb says itself, and what is warned of later."""
+    tiny.build("flux").save_pretrained(tmp_path / "model")
+    words = [sys.executable, "-c", QUIET, str(tmp_path / "model"), str(tmp_path / "out")]
+    env = {key: value for key, value in os.environ.items() if not key.endswith("_VERBOSITY")}  # this test's own aside
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if not line.startswith("diffaccel: ")]
+    assert len(said) == 2 and "a real warning" in said[0] and "another real warning" in said[1], done.stderr
 
 
 def test_one_preset_prints_its_text(capsys):

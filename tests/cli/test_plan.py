@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from diffaccel import Plan, plan, testbed
 from diffaccel.cli import main
+from diffaccel.cli.plan import _load
+from tests import tiny
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +61,10 @@ def test_refusals(words, code, said, capsys):
     assert main(["plan", *words]) == code
     captured = capsys.readouterr()
     assert said in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_folder_is_loaded_as_it_was_saved(dtype, tmp_path):
+    """In another dtype the plan would judge weights of another size."""
+    tiny.build("flux").to(dtype).save_pretrained(tmp_path)
+    assert _load(tmp_path).transformer.dtype == dtype
