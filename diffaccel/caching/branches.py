@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from ..errors import InvalidOptionError
 from .grouped import GroupedPolicy, groups_of
 from .observe import Observer
 from .policy import Foreseen, Memory, Policy, foresee, half_of
+
+DOUBLED = "cond_uncond"  # name of a call that holds both guidance branches
+HALVES = ("cond", DOUBLED)  # names of calls on its conditional half (some pipelines name any call so)
 
 Form = tuple[Any, ...]  # shapes, dtypes and devices of the denoiser's main input, which must not change within a loop
 
@@ -45,6 +48,11 @@ class BranchState:
 def form_of_list(main: Sequence[torch.Tensor]) -> Form:
     """What must not change within a loop: shapes, dtypes and devices of the pictures of a batch."""
     return tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in main)
+
+
+def rows_of(form: Form) -> int:
+    """How many samples the main input holds."""
+    return int(form[0][0]) if isinstance(form[0], torch.Size) else len(form)
 
 
 def why_loop_stands_down(policy: Policy, run: Run) -> str | None:
@@ -81,7 +89,7 @@ def new_branch(call: Call, form: Form, policy: Policy, per_sample: bool, observe
     branch = BranchState(call.loop, form)
     branch.policy, branch.observer = policy, observer
     if per_sample and not policy.static:
-        branch.policy = GroupedPolicy.of(policy, groups_of(form[0][0], _doubled(call)))
+        branch.policy = GroupedPolicy.of(policy, groups_of(rows_of(form), _doubled(call)))
     branch.memory = branch.policy.start()
     return branch
 
@@ -99,30 +107,40 @@ def forget_earlier_experts(states: dict[tuple[str, str], BranchState], call: Cal
         del states[key]
 
 
-def mirror_half(
-    states: dict[tuple[str, str], BranchState],
-    key: tuple[str, str],
-    whole: BranchState,
-    half: slice,
-    fit: Callable[[], Policy],
-) -> None:
-    """A doubled batch was run: what its rows `half` remember, calls on that half alone go on from.
+def conditional_half(whole: BranchState | None, call: Call, form: Form, conditional_first: bool) -> slice | None:
+    """The rows of `whole`, a doubled batch run at the step before, that this call on one half goes on from, or None.
 
-    `key` names the state of such calls, begun with the policy that `fit` makes where there is none of this loop.
+    Guidance that ends in mid-run (the pipeline drops the unconditional half) and guidance reuse call so.
     """
-    shape, *rest = whole.form
-    form = (torch.Size((half.stop - half.start, *shape[1:])), *rest)
-    branch = states.get(key)
-    if branch is None or branch.loop != whole.loop or branch.form != form:
-        branch = states[key] = BranchState(whole.loop, form)
-        branch.policy, branch.observer, branch.foreseen = fit(), whole.observer, whole.foreseen
-    branch.memory, branch.template = half_of(whole.memory, shape[0], half), whole.template
-    branch.missed = whole.missed
+    if whole is None or call.branch not in HALVES or whole.loop != call.loop or whole.memory.last != call.step - 1:
+        return None
+    rows = rows_of(whole.form)
+    half = slice(0, rows // 2) if conditional_first else slice(rows // 2, rows)
+    return half if rows % 2 == 0 and _part_of_form(whole.form, half) == form else None
+
+
+def _part_of_form(form: Form, part: slice) -> Form:
+    if isinstance(form[0], torch.Size):
+        return torch.Size((part.stop - part.start, *form[0][1:])), *form[1:]
+    return form[part]
+
+
+def carry_half(whole: BranchState, half: slice, form: Form, policy: Policy) -> BranchState:
+    """State for calls on the rows `half` of a doubled batch, with what the batch remembers of them. `policy` is
+    fitted to such calls; tensors share their storage with the whole's."""
+    branch, rows = BranchState(whole.loop, form), rows_of(whole.form)
+    branch.policy, branch.observer, branch.foreseen = policy, whole.observer, whole.foreseen
+    branch.template, branch.missed, branch.bytes = whole.template, whole.missed, whole.bytes
+    if isinstance(whole.policy, GroupedPolicy):
+        branch.policy, branch.memory = whole.policy.half_of(policy, whole.memory, half, rows)
+    else:
+        branch.memory = half_of(whole.memory, rows, half)
+    return branch
 
 
 def _doubled(call: Call) -> bool:
     """Does this call hold both guidance branches? Pipelines may name it so without guidance."""
-    return call.branch == "cond_uncond" and bool(getattr(call.run.pipe, "do_classifier_free_guidance", True))
+    return call.branch == DOUBLED and bool(getattr(call.run.pipe, "do_classifier_free_guidance", True))
 
 
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,6 @@ a skip is an edit of the chain that lasts one denoiser call (under the root hook
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -19,21 +18,23 @@ from ..core.compat import eager, set_eval_frame
 from ..core.run import Call, Run
 from ..models.spec import ModelSpec
 from .branches import (
+    DOUBLED,
     BranchState,
     Form,
+    carry_half,
+    conditional_half,
     first_input,
     fitted,
     foresee_loop,
     forget_earlier_experts,
     form_of_list,
-    mirror_half,
     new_branch,
     why_loop_stands_down,
 )
 from .gates.base import AT_ROOT, INPUT, OUTPUT
 from .grouped import GroupedPolicy
 from .observe import Observer
-from .policy import ALL, Policy, bytes_held, forecast_error, new_memory
+from .policy import ALL, Policy, bytes_held, cut_tokens, forecast_error, new_memory
 from .step import Step
 
 BRANCHES = ("each", "first")
@@ -143,8 +144,11 @@ class Engine:
         main = self.main = kwargs[self.spec.input] if self.spec.input in kwargs else first_input(args, kwargs)
         branch = states.get((call.component, call.branch))
         form = (main.shape, main.dtype, main.device) if isinstance(main, torch.Tensor) else form_of_list(main)
-        if branch is None or branch.loop != call.loop or branch.form != form:
-            branch = self._begin_branch(call, form, args, kwargs)
+        whole = states.get((call.component, DOUBLED))
+        known = branch is not None and branch.loop == call.loop and branch.form == form
+        if not known or (whole is not None and whole is not branch and whole.memory.last > branch.memory.last):
+            branch = self._carry_half(whole, call, form) or (branch if known else None)
+            branch = branch or self._begin_branch(call, form, args, kwargs)
             if branch is None:
                 return
             forget_earlier_experts(states, call)
@@ -166,6 +170,14 @@ class Engine:
         if reason is not None:
             run.note(f"{self.name} stood down: {reason}")
         return reason is not None
+
+    def _carry_half(self, whole: BranchState | None, call: Call, form: Form) -> BranchState | None:
+        """State for a call on the conditional half of a batch that was run doubled until now, or None."""
+        half = conditional_half(whole, call, form, self.spec.conditional_first)
+        if whole is None or half is None:
+            return None
+        policy = fitted(self.recipe.policy, self.name, call.run, call.branch, self._sigmas(call.run))
+        return carry_half(whole, half, form, policy)
 
     def _begin_branch(
         self, call: Call, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -254,6 +266,15 @@ class Engine:
         finally:
             set_eval_frame(compiling)
 
+    def cut_tokens(self, count: int) -> None:
+        """Blocks see `count` tokens from here on. A batch given as a list is padded to its longest caption, so that
+        half of a doubled batch may have fewer tokens than the whole had; what was padding goes."""
+        branch = self.branch
+        assert branch is not None
+        history = branch.memory.history
+        if history and any(value.ndim == 3 and value.shape[1] > count for value in history[-1].values):
+            branch.memory = cut_tokens(branch.memory, count)
+
     def answers(self) -> list[tuple[list[int], tuple[torch.Tensor, ...]]]:
         """At a computed step: the rows of samples that are reused all the same, and their forecasts per stream."""
         branch = self.branch
@@ -299,19 +320,9 @@ class Engine:
                     branch.memory = branch.policy.record(branch.memory, self.step, self.seen, output)
                 if branch.memory.counts.consecutive < 2:  # what such a gate keeps grows behind a computed step
                     self._weigh(branch, call)
-            plain = isinstance(branch.policy, Policy) and isinstance(self.main, torch.Tensor)
-            if call.half is not None and call.output is not None and plain:
-                self._mirror(branch, call, *call.half)
         finally:
             self.branch = self.call = self.main = self.seen = None
             self.open = self.computing = False
-
-    def _mirror(self, branch: BranchState, call: Call, name: str, half: slice) -> None:
-        """Keep the state of calls named `name`, on half of a doubled batch alone, up to date with the whole's."""
-        run, sigmas = call.run, self._sigmas(call.run)
-        states: dict[tuple[str, str], BranchState] = run.state[self.name]
-        fit = partial(fitted, self.recipe.policy, self.name, run, name, sigmas)
-        mirror_half(states, (call.component, name), branch, half, fit)
 
     # ---- life ------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 
 from ..extrapolation.forecast import Sample
 from .guards import ReuseCounts
-from .policy import ALL, Memory, Policy, forecast_error
+from .policy import ALL, Memory, Policy, forecast_error, half_of
 from .step import Step
 
 Rows = tuple[int, ...]
@@ -33,6 +33,11 @@ def select_rows(seen: Any, rows: Rows) -> Any:
     if isinstance(seen, torch.Tensor):
         return seen[list(rows)]
     return tuple([select_rows(item, rows) for item in seen]) if isinstance(seen, tuple) else seen
+
+
+def _part_of_pair(half: slice) -> slice:
+    """Which of a sample's two rows lies in this half of the batch."""
+    return slice(0, 1) if half.start == 0 else slice(1, 2)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,18 @@ class GroupedPolicy:
     def start(self) -> Memory:
         """Nothing remembered of any sample."""
         return Memory(tuple([self.policy.start() for _ in self.groups]))
+
+    def half_of(self, policy: Policy, memory: Memory, half: slice, rows: int) -> tuple[Policy | GroupedPolicy, Memory]:
+        """(the policy for calls on the rows `half` of `rows` alone, what this memory says about them).
+
+        `policy` is fitted to such calls. Every sample has one row left of its two; where each row was a sample of its
+        own, the samples of that half are left.
+        """
+        if any(len(group) == 2 for group in self.groups):
+            parts, later = [half_of(part, 2, _part_of_pair(half)) for part in memory.gate], self.groups
+        else:
+            parts, later = list(memory.gate[half]), self.groups[half]
+        return GroupedPolicy.of(policy, groups_of(len(later), False)), self._joint(parts, memory.last)
 
     def _joint(self, parts: list[Memory], index: int) -> Memory:
         values = [part.value for part in parts if part.value is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,8 +62,7 @@ class Observer:
 
     def output(self, output: Any) -> torch.Tensor:
         """The denoiser's answer, shaped like its input's leading channels."""
-        tensors, _ = leaves(output)
-        return torch.stack(tensors) if len(tensors) > 1 and self.spec.layout == "list" else tensors[0]
+        return batch_of(output, self.spec.layout)[0][0]
 
 
 def as_tensor(main: Any) -> torch.Tensor:
@@ -72,6 +72,28 @@ def as_tensor(main: Any) -> torch.Tensor:
     if len({tensor.shape for tensor in main}) != 1:
         raise UnsupportedModelError("this gate compares inputs, and the pictures of this batch differ in size")
     return torch.stack(list(main))
+
+
+def batch_of(output: Any, layout: str) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
+    """(the tensors of a denoiser's output, a function that builds such an output from other tensors).
+
+    A list of pictures of one shape (layout "list") counts as one tensor with a row each, [B, C, F, H, W], so that
+    samples are rows in every family; the function takes any number of rows.
+    """
+    tensors, rebuild = leaves(output)
+    if layout != "list" or len({tensor.shape for tensor in tensors}) != 1:
+        return tensors, rebuild
+    form = _with_pictures(output, [])
+    return [torch.stack(tensors)], lambda values: _with_pictures(form, list(values[0].unbind()))
+
+
+def _with_pictures(output: Any, pictures: list[torch.Tensor]) -> Any:
+    """An output with `pictures` in the place of its list."""
+    if isinstance(output, list):
+        return pictures
+    if isinstance(output, Mapping):  # diffusers' output classes
+        return type(output)(**{key: _with_pictures(item, pictures) for key, item in output.items()})
+    return tuple([_with_pictures(item, pictures) for item in output]) if isinstance(output, tuple) else output
 
 
 def leading(x: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:

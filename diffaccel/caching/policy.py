@@ -217,12 +217,12 @@ def bytes_held(*memories: Memory) -> int:
     return sum(sizes.values())
 
 
-def half_of(memory: Memory, rows: int, half: slice) -> Memory:
-    """What a memory of a batch of `rows` says about the rows `half` of it; shares the tensors' storage."""
+def mapped(memory: Memory, change: Callable[[torch.Tensor], torch.Tensor]) -> Memory:
+    """A memory with every tensor that the gate and the computed steps hold changed."""
 
     def part(thing: Any) -> Any:
         if isinstance(thing, torch.Tensor):
-            return thing[half] if thing.ndim and len(thing) == rows else thing
+            return change(thing)
         if isinstance(thing, tuple):
             parts = [part(item) for item in thing]
             return type(thing)(*parts) if hasattr(thing, "_fields") else tuple(parts)
@@ -231,3 +231,13 @@ def half_of(memory: Memory, rows: int, half: slice) -> Memory:
         return thing
 
     return memory._replace(gate=part(memory.gate), history=part(memory.history))
+
+
+def half_of(memory: Memory, rows: int, half: slice) -> Memory:
+    """What a memory of a batch of `rows` says about the rows `half` of it; shares the tensors' storage."""
+    return mapped(memory, lambda tensor: tensor[half] if tensor.ndim and len(tensor) == rows else tensor)
+
+
+def cut_tokens(memory: Memory, count: int) -> Memory:
+    """A memory with the first `count` tokens of what it holds of blocks, [B, T, C]; what is shorter stays."""
+    return mapped(memory, lambda tensor: tensor[:, :count] if tensor.ndim == 3 else tensor)

@@ -147,7 +147,6 @@ class GuidanceListener:
         if not self._doubled(call, main, act):
             return
         if act is BranchAction.BOTH:
-            call.half = CONDITIONAL[0], slice(count // 2, count) if second else slice(0, count // 2)
             self._watch(call, lambda output: self._learn_halves(call, memory, output, count))
             return
         try:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from ...core.clock import euler_lengths
-from ...core.compat import leaves
 from ...core.options import GOT, one_of, take, whole
 from ...core.run import Call
 from ...errors import InvalidOptionError
@@ -18,7 +17,7 @@ from ...extrapolation.forecast import Forecast, Sample
 from ...models.spec import ModelSpec
 from ..engine import Engine, Scope
 from ..gates.base import IN_BLOCKS
-from ..observe import as_tensor, leading
+from ..observe import as_tensor, batch_of, leading
 from ..policy import Policy
 from ..step import coordinate
 from .stack import Stack, StackHooks, blocks_of, unfit_stack
@@ -98,7 +97,7 @@ class DenoiserHooks:
         answers = self.engine.answers()
         if not answers:
             return output
-        tensors, repack = leaves(output)
+        tensors, repack = self._tensors(output)
         whole = [tensor.clone() for tensor in tensors]
         base = self._base(tensors)
         for rows, forecast in answers:
@@ -108,10 +107,10 @@ class DenoiserHooks:
 
     def _base(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
         """The latents of the input, where output minus input is what is remembered."""
-        main = self.engine.main
-        if not self.scope.residual or len(tensors) != 1 or not isinstance(main, torch.Tensor):
-            return None
-        return leading(main, tensors[0])
+        return leading(as_tensor(self.engine.main), tensors[0]) if self.scope.residual and len(tensors) == 1 else None
+
+    def _tensors(self, output: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
+        return batch_of(output, self.engine.spec.layout)
 
     def _correct(self, output: Any) -> Any:
         engine, branch = self.engine, self.engine.branch
@@ -122,7 +121,7 @@ class DenoiserHooks:
             name = type(run.scheduler).__name__
             run.note(f"{engine.name} left out its correction: {name} does not simply add the denoiser's output")
             return output
-        tensors, repack = leaves(output)
+        tensors, repack = self._tensors(output)
         now = Sample(coordinate(engine.step, forecast.coordinate), tuple(tensors))
         spans = {at: lengths[index] for index, at in missed}
         return repack(
@@ -162,7 +161,7 @@ class DenoiserHooks:
             self.watch.release(call)
         if not engine.computing or call.output is None or branch is None:
             return
-        tensors, repack = leaves(call.output)
+        tensors, repack = self._tensors(call.output)
         dtypes = [tensor.dtype for tensor in tensors]  # what is remembered may be wider
         base = self._base(tensors)
         if base is not None:

@@ -87,6 +87,7 @@ class ModuleHooks(StandIns):
         self.watch: StackHooks | None = None
         self.outputs: dict[int, Any] = {}
         self.idle: list[bool] = []
+        self.padded = engine.spec.layout == "list"  # see `Engine.cut_tokens`
         blocks = blocks_of(engine.module, engine.spec)
         if any(compiled_body(block) is not None for block, _ in blocks):
             raise IncompatibleError(
@@ -116,6 +117,8 @@ class ModuleHooks(StandIns):
         part, dtypes, repack = form
 
         def recall(*args: Any, **kwargs: Any) -> Any:
+            if self.padded:
+                self.engine.cut_tokens((args[0] if args else next(iter(kwargs.values()))).shape[1])
             return repack([value.to(d) for value, d in zip(self.engine.forecast(part), dtypes, strict=True)])
 
         return recall
@@ -147,6 +150,8 @@ class ModuleHooks(StandIns):
                     forms.append((part, [tensor.dtype for tensor in tensors], repack))
                     values += tensors
             branch.template = forms
+            if self.padded:
+                self.engine.cut_tokens(values[0].shape[1])
             self.engine.store(tuple(values))
 
     def relink(self) -> None:

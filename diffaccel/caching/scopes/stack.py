@@ -108,6 +108,8 @@ class _BlockObserver(Hook):
         hooks, engine = self.hooks, self.hooks.engine
         if self.enter and engine.branch is not None:
             hooks.x = kwargs[self.main] if self.main in kwargs else args[self.row.inputs.index(self.main)]
+            if hooks.padded:
+                engine.cut_tokens(hooks.x.shape[1])
             if hooks.start == 0:
                 hooks.entry = hooks.entry_of(inputs_of(self.row, args, kwargs))
             if engine.open and engine.recipe.policy.gate.observes == MODULATED:
@@ -123,6 +125,8 @@ class _BlockObserver(Hook):
         streams = {self.row.outputs[0]: output} if self.alone else dict(zip(self.row.outputs, output, strict=True))
         if self.front:
             hooks.entry = hooks.entry_of(streams) if hooks.joins else tuple(map(streams.__getitem__, hooks.reads))
+            if hooks.padded:
+                engine.cut_tokens(hooks.entry[0].shape[1])
             if engine.open:
                 assert hooks.x is not None
                 y = streams[self.main]
@@ -154,6 +158,7 @@ class StackHooks(StandIns):
         self.joins = self.last.joins if before is not self.last else ()
         spec = engine.spec
         self.reads = self.last.outputs if stop < len(blocks) else spec.reads or (spec.stream,)
+        self.padded = spec.layout == "list"  # pictures of a batch are padded to the longest caption
         self.sink: Callable[[tuple[torch.Tensor, ...]], None] = engine.store
         self.x: torch.Tensor | None = None  # the main stream as it enters the stack
         self.entry: tuple[torch.Tensor, ...] = ()  # what enters the range, per stream that is read
