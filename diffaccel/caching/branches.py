@@ -11,7 +11,7 @@ from ..core.run import Call, Run
 from ..errors import InvalidOptionError
 from .grouped import GroupedPolicy, groups_of
 from .observe import Observer
-from .policy import Foreseen, Memory, Policy, foresee, half_of
+from .policy import Foreseen, Holding, Memory, Policy, foresee, half_of, holding, open_steps
 
 DOUBLED = "cond_uncond"  # name of a call that holds both guidance branches
 HALVES = ("cond", DOUBLED)  # names of calls on its conditional half (some pipelines name any call so)
@@ -27,11 +27,12 @@ class BranchState:
         bytes: what `memory` holds.
         template: structure of what the scope remembers, for the hooks that answer in its stead.
         foreseen: the decisions of the whole loop, where they are known before it.
+        holding: what to hold after each step; None where the number of steps is unknown.
         missed: (index, coordinate) of reused steps since a computed one, for corrections.
     """
 
     __slots__ = (
-        "bytes", "foreseen", "form", "loop", "memory", "missed", "observer", "policy", "template",
+        "bytes", "foreseen", "form", "holding", "loop", "memory", "missed", "observer", "policy", "template",
     )  # fmt: skip
 
     def __init__(self, loop: int, form: Form) -> None:
@@ -39,6 +40,7 @@ class BranchState:
         self.bytes = 0
         self.template: Any = None
         self.foreseen: Foreseen | None = None
+        self.holding: Holding | None = None
         self.missed: tuple[tuple[int, float], ...] = ()
         self.policy: Policy | GroupedPolicy
         self.observer: Observer
@@ -94,11 +96,17 @@ def new_branch(call: Call, form: Form, policy: Policy, per_sample: bool, observe
     return branch
 
 
-def foresee_loop(branch: BranchState, run: Run, sigmas: tuple[float, ...] | None) -> None:
-    """Decide the whole loop beforehand, where the gate looks at nothing that the loop makes."""
-    policy = branch.policy
-    if isinstance(policy, Policy) and policy.static and run.total is not None:
-        branch.foreseen = foresee(policy, run.total, branch.observer.times, sigmas or ())
+def foresee_loop(branch: BranchState, policy: Policy, run: Run, sigmas: tuple[float, ...], follows: bool) -> None:
+    """Decide the whole loop beforehand, where the gate looks at nothing that the loop makes, and what to hold in it.
+
+    `policy` is the branch's, of one sample. A branch that `follows` another one does not do what it foresees.
+    """
+    if run.total is None:
+        return
+    if isinstance(branch.policy, Policy) and policy.static:
+        branch.foreseen = foresee(policy, run.total, branch.observer.times, sigmas)
+    hits = None if branch.foreseen is None or follows else branch.foreseen.hits
+    branch.holding = holding(policy, open_steps(policy, run.total, sigmas) if hits is None else hits)
 
 
 def forget_earlier_experts(states: dict[tuple[str, str], BranchState], call: Call) -> None:
@@ -131,6 +139,7 @@ def carry_half(whole: BranchState, half: slice, form: Form, policy: Policy) -> B
     branch, rows = BranchState(whole.loop, form), rows_of(whole.form)
     branch.policy, branch.observer, branch.foreseen = policy, whole.observer, whole.foreseen
     branch.template, branch.missed, branch.bytes = whole.template, whole.missed, whole.bytes
+    branch.holding = whole.holding
     if isinstance(whole.policy, GroupedPolicy):
         branch.policy, branch.memory = whole.policy.half_of(policy, whole.memory, half, rows)
     else:

@@ -191,7 +191,7 @@ class Engine:
             run.note(f"{self.name} stood down: {reason}")
             self.sits_out = True
             return None
-        foresee_loop(branch, run, sigmas)
+        foresee_loop(branch, policy, run, sigmas or (), self.recipe.branches == "first")
         return branch
 
     def _sigmas(self, run: Run) -> tuple[float, ...] | None:
@@ -298,10 +298,20 @@ class Engine:
                 call.error = forecast_error(policy, before, self.step, values, self.seen)
             output = values[0] if policy.gate.observes == OUTPUT else None
             branch.memory = policy.store(before, self.step, values, self.seen, output)
-            if len(branch.memory.history) != len(before.history) or not branch.bytes:
+            if branch.holding is not None and not branch.holding.history[call.step]:
+                self._let_go(branch, call)
+            elif len(branch.memory.history) != len(before.history) or not branch.bytes:
                 self._weigh(branch, call)
         finally:
             set_eval_frame(compiling)
+
+    def _let_go(self, branch: BranchState, call: Call) -> None:
+        """Hold no more than what a later step may use; what a correction wants stays for the next computed step."""
+        assert branch.holding is not None
+        history, gate = branch.holding.history[call.step], branch.holding.gate[call.step]
+        wanted = history or (self.corrects and not self.computing)
+        branch.memory = branch.policy.without(branch.memory, not wanted, not gate)
+        self._weigh(branch, call)
 
     def _weigh(self, branch: BranchState, call: Call) -> None:
         branch.bytes = bytes_held(branch.memory)
@@ -320,6 +330,9 @@ class Engine:
                     branch.memory = branch.policy.record(branch.memory, self.step, self.seen, output)
                 if branch.memory.counts.consecutive < 2:  # what such a gate keeps grows behind a computed step
                     self._weigh(branch, call)
+            held = branch.holding
+            if held is not None and call.output is not None and not (held.history[call.step] and held.gate[call.step]):
+                self._let_go(branch, call)
         finally:
             self.branch = self.call = self.main = self.seen = None
             self.open = self.computing = False

@@ -164,6 +164,10 @@ class GroupedPolicy:
             lambda part, rows: self.policy.record(part, step, select_rows(seen, rows), select_rows(output, rows)),
         )
 
+    def without(self, memory: Memory, history: bool, gate: bool) -> Memory:
+        """A memory without what is no longer of use to any sample."""
+        return self._joint([self.policy.without(part, history, gate) for part in memory.gate], memory.last)
+
     def _due(self, memory: Memory, change: Callable[[Memory, Rows], Memory]) -> Memory:
         """The memory with `change` made to the samples that did not ask to reuse this step."""
         each = zip(memory.gate, self.groups, self.verdicts(memory), strict=True)

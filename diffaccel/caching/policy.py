@@ -149,6 +149,12 @@ class Policy:
         shown = memory._replace(gate=self.gate.record(memory.gate, seen, output, step))
         return shown if self.guards.max_bytes is None else self._within(shown, self.guards.max_bytes)
 
+    def without(self, memory: Memory, history: bool, gate: bool) -> Memory:
+        """A memory without what is no longer of use: computed steps, and what the gate keeps."""
+        return memory._replace(
+            gate=self.gate.start() if gate else memory.gate, history=() if history else memory.history
+        )
+
     def _within(self, memory: Memory, most: int) -> Memory:
         """What of a memory may be kept: older steps go first, and in the end what the gate keeps."""
         while memory.history and bytes_held(memory) > most:
@@ -195,6 +201,35 @@ def foresee(policy: Policy, total: int, seen: Sequence[Any] | None = None, sigma
         done.hits.append(hit)
         done.values.append(memory.value)
     return done
+
+
+class Holding(NamedTuple):
+    """Per step of a loop, whether what it leaves can still be of use to a later reused step."""
+
+    history: tuple[bool, ...]
+    gate: tuple[bool, ...]
+
+
+def holding(policy: Policy, open_steps: Sequence[bool]) -> Holding:
+    """What to hold after each step, where `open_steps` says which steps may be reused.
+
+    All steps up to the next open one are computed, and push out of the memory what lies further back than the
+    predictor and the gate look; behind the last open step nothing is of use.
+    """
+    total, gate = len(open_steps), policy.gate.looks_back
+    following, nearest = [], total + max(policy.predictor.depth, gate or 0)  # none
+    for index in range(total - 1, -1, -1):
+        following.append(nearest - index)  # steps to the next open one
+        nearest = index if open_steps[index] else nearest
+    following.reverse()
+    gates = tuple(gate is None or ahead <= gate for ahead in following)
+    return Holding(tuple(ahead <= policy.predictor.depth for ahead in following), gates)
+
+
+def open_steps(policy: Policy, total: int, sigmas: Sequence[float] = ()) -> list[bool]:
+    """Which steps of a loop the guards leave open to a reuse, caps and errors apart; `policy` is fitted to it."""
+    steps = (Step(index, total, sigma=sigmas[index] if index < len(sigmas) else None) for index in range(total))
+    return [rule(policy.guards, NOTHING_REUSED, step) is not Ruling.COMPUTE for step in steps]
 
 
 def bytes_held(*memories: Memory) -> int:

@@ -64,6 +64,11 @@ class RatesGate(Gate[RatesState]):
         if not book or not numbers:
             raise InvalidOptionError(f"a codebook maps bounds to whole numbers of at least 1, got {self.codebook!r}")
 
+    @property
+    def looks_back(self) -> int:
+        """Two computed steps give the change."""
+        return 2
+
     def start(self) -> RatesState:
         """The first step is due."""
         return RatesState()

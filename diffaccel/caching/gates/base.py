@@ -74,6 +74,14 @@ class Gate(Generic[S]):
     observes: ClassVar[str] = NOTHING
     reads_schedule: ClassVar[bool] = False  # whether it needs noise levels
 
+    @property
+    def looks_back(self) -> int | None:
+        """How many steps before a decision it depends on, where all of them were computed; None: on any number.
+
+        What a gate keeps at earlier steps is not held where the guards have them computed anyhow.
+        """
+        return None
+
     def fit(
         self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None, begin: int = 0
     ) -> Gate[S]:
@@ -151,6 +159,11 @@ class ProbeGate(Gate[ProbeState]):
         check_threshold(self)
         check_distance(self.distance)
 
+    @property
+    def looks_back(self) -> int:
+        """The computed steps that its forecast takes."""
+        return self.predictor.depth
+
     def per_sample(self) -> ProbeGate:
         """With distance "worst"."""
         return replace(self, distance="worst")
@@ -209,6 +222,11 @@ class SumGate(Gate[SumState]):
 
     def __post_init__(self) -> None:
         check_threshold(self)
+
+    @property
+    def looks_back(self) -> int:
+        """The step before; a computed one sets the sum to 0."""
+        return 1
 
     def per_sample(self) -> SumGate:
         """With distance "worst"."""

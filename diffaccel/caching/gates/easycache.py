@@ -44,6 +44,11 @@ class RateGate(Gate[RateState]):
         check_threshold(self)
         check_distance(self.distance)
 
+    @property
+    def looks_back(self) -> int:
+        """Two computed steps give the rate."""
+        return 2
+
     def per_sample(self) -> RateGate:
         """With distance "worst"."""
         return replace(self, distance="worst")
