@@ -9,9 +9,10 @@ import torch
 
 from ..core.run import Call, Run
 from ..errors import InvalidOptionError
+from ..models.spec import ModelSpec
 from .grouped import GroupedPolicy, groups_of
 from .observe import Observer
-from .policy import Foreseen, Holding, Memory, Policy, foresee, half_of, holding, open_steps
+from .policy import Foreseen, Holding, Memory, Policy, foresee, half_of, holding
 
 DOUBLED = "cond_uncond"  # name of a call that holds both guidance branches
 HALVES = ("cond", DOUBLED)  # names of calls on its conditional half (some pipelines name any call so)
@@ -27,7 +28,7 @@ class BranchState:
         bytes: what `memory` holds.
         template: structure of what the scope remembers, for the hooks that answer in its stead.
         foreseen: the decisions of the whole loop, where they are known before it.
-        holding: what to hold after each step; None where the number of steps is unknown.
+        holding: what to hold after each step; None where that is all.
         missed: (index, coordinate) of reused steps since a computed one, for corrections.
     """
 
@@ -78,12 +79,28 @@ def _has_levels(policy: Policy, run: Run) -> bool:
     return bool(timesteps) and (bool(sigmas) or (wants_timesteps and not policy.gate.reads_schedule))
 
 
-def fitted(policy: Policy, name: str, run: Run, branch: str, sigmas: tuple[float, ...] | None) -> Policy:
-    """The policy for one loop and branch; `name` is the lever's, for what a misfit says."""
+def fitted(policy: Policy, name: str, spec: ModelSpec, call: Call, sigmas: tuple[float, ...] | None) -> Policy:
+    """The policy for the loop, branch and expert of a call; `name` is the lever's, for what a misfit says."""
+    run = call.run
+    expert = steps_of_expert(spec, call) if policy.gate.by_expert else None
     try:
-        return policy.fit(run.total, branch, sigmas, run.begin)
+        return policy.fit(run.total, call.branch, sigmas, run.begin, expert)
     except InvalidOptionError as error:
         raise InvalidOptionError(f"{name}: {error}") from None
+
+
+def steps_of_expert(spec: ModelSpec, call: Call) -> tuple[int, int] | None:
+    """The first step and the end (exclusive) of the denoiser of this call, where two share the loop; else None.
+
+    The pipeline's own rule: the first one runs at timesteps at or above a share of the training timesteps.
+    """
+    run = call.run
+    share = getattr(getattr(run.pipe, "config", None), spec.boundary or "_", None)
+    if share is None or run.total is None or run.scheduler is None:
+        return None
+    limit = share * run.scheduler.config.num_train_timesteps
+    switch = sum(timestep >= limit for timestep in run.schedule()[0][: run.total])
+    return (0, switch) if call.component == spec.denoisers[0] else (switch, run.total)
 
 
 def new_branch(call: Call, form: Form, policy: Policy, per_sample: bool, observer: Observer) -> BranchState:
@@ -96,17 +113,16 @@ def new_branch(call: Call, form: Form, policy: Policy, per_sample: bool, observe
     return branch
 
 
-def foresee_loop(branch: BranchState, policy: Policy, run: Run, sigmas: tuple[float, ...], follows: bool) -> None:
+def foresee_loop(branch: BranchState, policy: Policy, run: Run, sigmas: tuple[float, ...]) -> None:
     """Decide the whole loop beforehand, where the gate looks at nothing that the loop makes, and what to hold in it.
 
-    `policy` is the branch's, of one sample. A branch that `follows` another one does not do what it foresees.
+    `policy` is the branch's, of one sample.
     """
     if run.total is None:
         return
+    branch.holding = holding(policy, run.total, sigmas)
     if isinstance(branch.policy, Policy) and policy.static:
         branch.foreseen = foresee(policy, run.total, branch.observer.times, sigmas)
-    hits = None if branch.foreseen is None or follows else branch.foreseen.hits
-    branch.holding = holding(policy, open_steps(policy, run.total, sigmas) if hits is None else hits)
 
 
 def forget_earlier_experts(states: dict[tuple[str, str], BranchState], call: Call) -> None:

@@ -176,7 +176,7 @@ class Engine:
         half = conditional_half(whole, call, form, self.spec.conditional_first)
         if whole is None or half is None:
             return None
-        policy = fitted(self.recipe.policy, self.name, call.run, call.branch, self._sigmas(call.run))
+        policy = fitted(self.recipe.policy, self.name, self.spec, call, self._sigmas(call.run))
         return carry_half(whole, half, form, policy)
 
     def _begin_branch(
@@ -184,14 +184,14 @@ class Engine:
     ) -> BranchState | None:
         """State for a branch in a loop; None, with a note, where the gate cannot see what it looks at."""
         run, sigmas = call.run, self._sigmas(call.run)
-        policy = fitted(self.recipe.policy, self.name, run, call.branch, sigmas)
+        policy = fitted(self.recipe.policy, self.name, self.spec, call, sigmas)
         branch = new_branch(call, form, policy, self.recipe.per_sample, Observer(self.spec, self.module, policy.gate))
         reason = branch.observer.open_loop(run, args, kwargs)
         if reason is not None:
             run.note(f"{self.name} stood down: {reason}")
             self.sits_out = True
             return None
-        foresee_loop(branch, policy, run, sigmas or (), self.recipe.branches == "first")
+        foresee_loop(branch, policy, run, sigmas or ())
         return branch
 
     def _sigmas(self, run: Run) -> tuple[float, ...] | None:
@@ -298,10 +298,9 @@ class Engine:
                 call.error = forecast_error(policy, before, self.step, values, self.seen)
             output = values[0] if policy.gate.observes == OUTPUT else None
             branch.memory = policy.store(before, self.step, values, self.seen, output)
-            if branch.holding is not None and not branch.holding.history[call.step]:
-                self._let_go(branch, call)
-            elif len(branch.memory.history) != len(before.history) or not branch.bytes:
-                self._weigh(branch, call)
+            grown = len(branch.memory.history) != len(before.history) or not branch.bytes
+            if grown and (branch.holding is None or branch.holding.history[call.step]):
+                self._weigh(branch, call)  # what is let go again at the end of the call does not count
         finally:
             set_eval_frame(compiling)
 

@@ -72,6 +72,12 @@ class Guards:
         if not 0 <= self.start <= self.end <= 1:
             raise InvalidOptionError(f"0 <= start <= end <= 1 is needed, got start={self.start}, end={self.end}")
 
+    def in_window(self, step: Step) -> bool:
+        """Does the step lie between `start` and `end`, and between the noise levels?"""
+        if step.total is not None and not self.start <= step.index / step.total < self.end:
+            return False
+        return (self.sigma_high is None and self.sigma_low is None) or not _outside(self, step.sigma)
+
     def stands_down(self, total: int | None) -> str | None:
         """Why a cache must sit out a whole loop of `total` steps (None: unknown), or None."""
         if total is None:
@@ -117,9 +123,7 @@ def rule(guards: Guards, counts: ReuseCounts, step: Step) -> Ruling:
     index, total = step.index, step.total
     if index < guards.warmup_steps and index % guards.warmup_interval == 0:
         return Ruling.COMPUTE
-    if total is not None and (index >= total - guards.last_steps or not guards.start <= index / total < guards.end):
-        return Ruling.COMPUTE
-    if (guards.sigma_high is not None or guards.sigma_low is not None) and _outside(guards, step.sigma):
+    if (total is not None and index >= total - guards.last_steps) or not guards.in_window(step):
         return Ruling.COMPUTE
     if guards.mask is not None:
         if guards.mask[index]:

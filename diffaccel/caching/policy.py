@@ -70,13 +70,20 @@ class Policy:
     guards: Guards = field(default_factory=Guards)
 
     def fit(
-        self, total: int | None, branch: str = "cond", sigmas: tuple[float, ...] | None = None, begin: int = 0
+        self,
+        total: int | None,
+        branch: str = "cond",
+        sigmas: tuple[float, ...] | None = None,
+        begin: int = 0,
+        expert: tuple[int, int] | None = None,
     ) -> Policy:
         """The policy for one loop and branch; refuses masks and tables that do not fit it.
 
-        `begin` is where in the scheduler's full table the loop begins (image-to-image starts late).
+        `begin` is where in the scheduler's full table the loop begins (image-to-image starts late); `expert` the
+        first and the last step (exclusive) of the denoiser, where two share the loop.
         """
-        return replace(self, gate=self.gate.fit(total, branch, sigmas, begin), guards=self.guards.fit(total))
+        gate = self.gate.fit(total, branch, sigmas, begin)
+        return replace(self, gate=gate if expert is None else gate.for_expert(*expert), guards=self.guards.fit(total))
 
     @property
     def static(self) -> bool:
@@ -210,26 +217,25 @@ class Holding(NamedTuple):
     gate: tuple[bool, ...]
 
 
-def holding(policy: Policy, open_steps: Sequence[bool]) -> Holding:
-    """What to hold after each step, where `open_steps` says which steps may be reused.
+def holding(policy: Policy, total: int, sigmas: Sequence[float] = ()) -> Holding | None:
+    """What to hold after each step of a loop; None where the guards' window holds all of it.
 
-    All steps up to the next open one are computed, and push out of the memory what lies further back than the
-    predictor and the gate look; behind the last open step nothing is of use.
+    All steps before the window are computed, and push out of the memory what lies further back than the predictor and
+    the gate look; behind the window's last step nothing is of use. (Other guards do not count here: where a window
+    does not forbid it, the report says at computed steps too what a reuse would have missed.)
     """
-    total, gate = len(open_steps), policy.gate.looks_back
-    following, nearest = [], total + max(policy.predictor.depth, gate or 0)  # none
+    steps = (Step(index, total, sigma=sigmas[index] if index < len(sigmas) else None) for index in range(total))
+    inside = list(map(policy.guards.in_window, steps))
+    if all(inside):
+        return None
+    gate, following = policy.gate.looks_back, []
+    nearest = total + max(policy.predictor.depth, gate or 0)  # none
     for index in range(total - 1, -1, -1):
-        following.append(nearest - index)  # steps to the next open one
-        nearest = index if open_steps[index] else nearest
+        following.append(nearest - index)  # steps to the next one inside
+        nearest = index if inside[index] else nearest
     following.reverse()
     gates = tuple(gate is None or ahead <= gate for ahead in following)
     return Holding(tuple(ahead <= policy.predictor.depth for ahead in following), gates)
-
-
-def open_steps(policy: Policy, total: int, sigmas: Sequence[float] = ()) -> list[bool]:
-    """Which steps of a loop the guards leave open to a reuse, caps and errors apart; `policy` is fitted to it."""
-    steps = (Step(index, total, sigma=sigmas[index] if index < len(sigmas) else None) for index in range(total))
-    return [rule(policy.guards, NOTHING_REUSED, step) is not Ruling.COMPUTE for step in steps]
 
 
 def bytes_held(*memories: Memory) -> int:

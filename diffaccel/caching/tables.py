@@ -180,6 +180,7 @@ def magnitude_gate(
         "rounding": row["rounding"],
         "strict": row["strict"],
         "exclude": tuple(row.get("exclude", ())),
+        "experts": tuple(row["experts"]) if "experts" in row else None,
     }
     return MagnitudeGate(**{**fields, **options})
 

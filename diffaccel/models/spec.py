@@ -62,6 +62,8 @@ class ModelSpec:
     Attributes:
         family: name used in plans, presets and messages.
         denoisers: pipeline attributes that may hold a denoiser, first the main one.
+        boundary: entry of the pipeline's config with the share of the training timesteps at and above which the
+            first denoiser runs, and the second below (Wan 2.2); empty: one denoiser runs in every step.
         classes: class names of the denoisers that this card describes.
         config: (key, value) pairs that the denoiser's config must have as well.
         stack: the block lists in the order in which they run (empty: no transformer stack, see `no_stack`).
@@ -97,6 +99,7 @@ class ModelSpec:
     conditional_first: bool = False
     stand_down: tuple[str, ...] = ()
     batchless: tuple[str, ...] = ()
+    boundary: str = ""
     no_stack: str = ""
     unet: UNet | None = None
     no_resume: str = ""

@@ -6,11 +6,14 @@ import math
 
 import pytest
 import torch
+from diffusers import UniPCMultistepScheduler
 
+from diffaccel import accelerate
 from diffaccel.caching.gates.magcache import MagnitudeGate, calibrate_ratios, nearest_indices, resample_by_sigma
 from diffaccel.caching.step import Ruling, Step
-from diffaccel.caching.tables import magnitude_gate
+from diffaccel.caching.tables import load_table, magnitude_gate
 from diffaccel.errors import InvalidOptionError, UnsupportedModelError
+from tests.models.families.table import build, run
 
 RATIOS = (1.0, 0.9, 0.8, 1.1, 0.7)
 SIGMAS = (1.0, 0.8, 0.6, 0.4, 0.2)
@@ -99,3 +102,55 @@ def test_tables() -> None:
 def test_bad_options_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(InvalidOptionError):
         MagnitudeGate(**{"threshold": 0.1, "ratios": RATIOS, **options})  # type: ignore[arg-type]
+
+
+# Computed steps of 40, as the published script has them: each expert starts anew and computes its own first share
+# (half up of 0.4 x 26 and 0.4 x 14, and of 0.1 x 25), the comparison is strict, and from a picture the high-noise
+# expert reuses nothing.
+A14B = {
+    "Wan2.2-I2V-A14B": (0.9, 5.0, 15, [*range(18), 20, 23, 26, 28, 30, 32, 34, 35, 36, 37, 38, 39]),
+    "Wan2.2-T2V-A14B": (0.875, 12.0, 26, [*range(10), 12, 15, 18, 21, 24, *range(26, 32), 33, 35, 37, 38, 39]),
+}
+
+
+def by_hand(name: str, switch: int, branch: str) -> list[int]:
+    """Written from the description of the published script, apart from the gate."""
+    row = load_table("magcache")["models"][name]
+    ratios = row["ratios_uncond" if branch == "uncond" else "ratios"]
+    computed: list[int] = []
+    for expert, (first, end) in enumerate(((0, switch), (switch, 40))):
+        kept = math.floor(row["retention"] * (end - first) + 0.5)
+        product, error, count = 1.0, 0.0, 0
+        for step in range(first, end):
+            product, count = product * ratios[step], count + 1
+            error += abs(1 - product)
+            reuse = step >= first + kept and error < row["threshold"] and count <= row["max_steps"]
+            if not reuse or ("I2V" in name and expert == 0):
+                computed.append(step)
+            if computed[-1] == step:
+                product, error, count = 1.0, 0.0, 0
+    return computed
+
+
+@pytest.mark.parametrize("name", A14B)
+def test_two_experts_follow_the_source(name: str) -> None:
+    share, shift, switch, wanted = A14B[name]
+    assert by_hand(name, switch, "cond") == by_hand(name, switch, "uncond") == wanted
+    pipe = build("wan22")
+    pipe.register_to_config(boundary_ratio=share)
+    pipe.scheduler = UniPCMultistepScheduler.from_config(pipe.scheduler.config, flow_shift=shift)
+    accelerate(pipe, None, strict=True, cache="magcache", cache_ratios=name)
+    run(pipe, "wan22", num_inference_steps=40)
+    report = pipe.acceleration.report
+    assert {step.index for step in report.steps if step.component == "transformer"} == set(range(switch))
+    for branch in ("cond", "uncond"):
+        assert [s.index for s in report.steps if s.branch == branch and s.computed] == wanted
+    assert len(wanted) == (30 if "I2V" in name else 26)
+
+
+def test_one_denoiser_keeps_one_loop() -> None:
+    """The same ratios on a pipeline with one denoiser: no switch, so the share is that of the whole loop."""
+    pipe = build("wan")
+    accelerate(pipe, None, strict=True, cache="magcache", cache_ratios="Wan2.2-T2V-A14B")
+    run(pipe, "wan", num_inference_steps=40)
+    assert pipe.acceleration.report.strip()["cond"][:17] == "C" * 16 + "."

@@ -1,4 +1,4 @@
-"""What a cache holds: nothing at steps behind which no reuse can follow, and all that a reuse needs."""
+"""What a cache with a window holds: nothing before and behind it, but for what the first reuse needs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diffaccel import accelerate
+from diffaccel.caching import Guards, ProbeGate
 from tests import tiny
 from tests.caching.settings import tensors_in
 
@@ -74,29 +75,29 @@ def test_what_is_let_go_changes_nothing(method: str, monkeypatch: pytest.MonkeyP
     options = {"cache_start": START, "cache_end": END}
     pipe = cached(method, **options)
     found = tiny.run(pipe, "flux", num_inference_steps=STEPS, output_type="latent")
-    monkeypatch.setattr("diffaccel.caching.branches.holding", lambda policy, steps: None)
+    monkeypatch.setattr("diffaccel.caching.branches.holding", lambda *args: None)
     other = cached(method, **options)
     wanted = tiny.run(other, "flux", num_inference_steps=STEPS, output_type="latent")
     assert torch.equal(found, wanted) and pipe.acceleration.report.strip() == other.acceleration.report.strip()
     assert pipe.acceleration.report.cache_bytes_peak <= other.acceleration.report.cache_bytes_peak
 
 
-@pytest.mark.parametrize(
-    ("options", "first", "last"),
-    [
-        ({"cache": "first_block", "cache_threshold": 1e9, "cache_warmup_steps": 5, "cache_last_steps": 3}, 4, 6),
-        ({"cache": "schedule", "cache_steps": "1111101011", "cache_order": 0}, 4, 7),
-        ({"cache": "dbcache", "cache_threshold": 1.0, "cache_front_blocks": 1, "cache_warmup_steps": 0,
-          "cache_steps_mask": "1111011111", "cache_steps_policy": "static", "cache_max_consecutive": 9}, 3, 4),
-    ],
-    ids=["warm-up and last steps", "schedule", "mask"],
-)  # fmt: skip
-def test_other_guards(options: dict[str, Any], first: int, last: int) -> None:
-    """Warm-up, last steps and masks leave steps closed too: `first` is the first one remembered, `last` the last
-    one reused."""
-    pipe = accelerate(tiny.build("flux"), None, strict=True, **NO_GUARDS | options)
+def test_a_window_of_noise_levels() -> None:
+    pipe = tiny.build("flux")
+    accelerate(pipe, None, strict=True, cache="custom", cache_gate=ProbeGate(1e9, tested=True),
+               cache_guard=Guards(sigma_high=0.65, sigma_low=0.35))  # fmt: skip
     _, real = zip(*held(pipe), strict=True)
-    assert real[:first] == (0,) * first and real[first] > 0 and real[last:] == (0,) * (STEPS - last)
+    strip = pipe.acceleration.report.strip()["cond"]
+    first, last = strip.index("."), strip.rindex(".")
+    assert real[: first - 1] == (0,) * (first - 1) and real[first - 1] > 0 and real[last:] == (0,) * (STEPS - last)
+    assert 1 < first < last < STEPS - 1
+
+
+def test_what_a_reuse_would_have_missed_is_told_where_no_window_forbids_it() -> None:
+    pipe = cached("first_block", cache_warmup_steps=4, cache_last_steps=3)
+    held(pipe)
+    errors = [step.forecast_error is not None for step in pipe.acceleration.report.steps]
+    assert errors == [False, True, True, True, False, False, False, True, True, True]
 
 
 def test_both_branches_and_samples() -> None:

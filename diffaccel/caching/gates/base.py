@@ -91,6 +91,15 @@ class Gate(Generic[S]):
         """
         return self
 
+    @property
+    def by_expert(self) -> bool:
+        """Does it treat each of two experts that share a loop (Wan 2.2) by itself?"""
+        return False
+
+    def for_expert(self, first: int, end: int) -> Gate[S]:
+        """Fitted to the expert of the steps `first` to `end` (exclusive); asked where it is `by_expert`."""
+        return self
+
     def unfit(self, sigmas: Sequence[float]) -> str | None:
         """Why this gate cannot judge a loop with these noise levels, or None; asked where it `reads_schedule`."""
         return None

@@ -51,9 +51,11 @@ class MagnitudeGate(Gate[RatioState]):
         retention: share of the steps, from the start, that is always computed.
         ratios_uncond: g_t of the unconditional branch, where it was calibrated apart.
         exclude: calibrated indices whose steps are always computed (the FLUX reference: 11 of 28, a dip to 0.98).
-        rounding: of retention x steps: "half_up" (FLUX, diffusers), "down" (Wan, Hunyuan), "up" (OmniGen2).
+        rounding: of retention x steps: "half_up" (FLUX, diffusers), "down" (Wan 2.1, Hunyuan), "up" (OmniGen2).
         strict: a hit needs E < threshold (Wan, Qwen) rather than E <= threshold.
         source_sigmas: noise levels of the calibrated steps; with them ratios follow the noise, not the index.
+        experts: where two experts share the loop (Wan 2.2), each starts anew, and its own first share `retention` is
+            computed; those not listed here (0: high noise, 1: low noise) reuse nothing. None: one loop for both.
     """
 
     threshold: float
@@ -65,6 +67,9 @@ class MagnitudeGate(Gate[RatioState]):
     rounding: str = "half_up"
     strict: bool = False
     source_sigmas: tuple[float, ...] | None = None
+    experts: tuple[int, ...] | None = None
+    first: int = 0  # the steps of the expert at hand, set by `for_expert`
+    end: int | None = None
     observes: ClassVar[str] = NOTHING
 
     def __post_init__(self) -> None:
@@ -99,6 +104,23 @@ class MagnitudeGate(Gate[RatioState]):
         excluded = tuple(t for t, place in enumerate(places) if place in self.exclude)
         return replace(self, ratios=fitted, ratios_uncond=None, exclude=excluded, source_sigmas=None)
 
+    @property
+    def by_expert(self) -> bool:
+        """Where `experts` says so."""
+        return self.experts is not None
+
+    def for_expert(self, first: int, end: int) -> MagnitudeGate:
+        """With the steps of this expert."""
+        return replace(self, first=first, end=end)
+
+    def _computed(self, index: int) -> bool:
+        """Is this step computed whatever the ratios say: retained, or of an expert that reuses nothing?"""
+        if self.end is None:
+            return index < self.retained(len(self.ratios))
+        assert self.experts is not None
+        reuses = (1 if self.first else 0) in self.experts and self.first < index < self.end
+        return not reuses or index - self.first < self.retained(self.end - self.first)
+
     def retained(self, total: int) -> int:
         """How many steps at the start are always computed."""
         share = self.retention * total
@@ -112,7 +134,7 @@ class MagnitudeGate(Gate[RatioState]):
         self, state: RatioState, seen: Any, step: Step, ruling: Ruling = Ruling.FREE
     ) -> tuple[bool, RatioState]:
         """`seen` is not looked at. The gate must have been fitted to the loop."""
-        if step.index < self.retained(len(self.ratios)) and ruling is not Ruling.REUSE:
+        if self._computed(step.index) and ruling is not Ruling.REUSE:
             return False, RatioState()
         ratio = state.ratio * self.ratios[step.index]
         error, steps = state.error + abs(1 - ratio), state.steps + 1

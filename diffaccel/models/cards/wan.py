@@ -6,6 +6,7 @@ from ..spec import TWO_CALLS, BlockList, ModelSpec
 CARD = ModelSpec(
     family="wan",
     denoisers=("transformer", "transformer_2"),
+    boundary="boundary_ratio",
     classes=("WanTransformer3DModel",),
     stack=(
         BlockList(
