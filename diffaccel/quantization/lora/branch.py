@@ -6,7 +6,7 @@ on the base weight plus its own product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -38,12 +38,15 @@ class RowLengths:
 class Branch:
     """What acts beside a layer in every call.
 
+    One adapter without a DoRA, in float32, computes what peft computes, bit by bit: its strength comes last. In all
+    other cases strengths and scales lie in `up`.
+
     Attributes:
         down: [R, in, ...] of all adapters, one below the other.
-        up: [out, R, ...], with strengths and scales in it.
+        up: [out, R, ...].
         row: [out] float32, or None where no adapter is a DoRA.
         shift: [out] float32, or None where the output needs none.
-        factor: [], what one call multiplies the strengths with.
+        factor: [], what the product (`last`) or the inner values are multiplied with.
     """
 
     def __init__(
@@ -63,20 +66,22 @@ class Branch:
                 self._lengths.append(None)
             else:
                 assert weight is not None, "a DoRA needs the weight of its layer"
-                self._lengths.append(RowLengths(weight, pair.delta(width) * strength))
+                self._lengths.append(RowLengths(weight, pair.delta(strength, width)))
         dora = any(lengths is not None for lengths in self._lengths)
         self._bias = None if bias is None or not dora else bias.detach().to("cpu", torch.float64)
+        self.last = len(self._loaded) == 1 and not dora and dtype == torch.float32
+        self._whole = self._loaded[0][0].scale * self._loaded[0][1] if self.last else 1.0
         self.down = torch.cat([padded(pair.down, width) for pair, _ in self._loaded]).to(device, dtype)
         up, row, shift = self._at(1.0)
         self.up = up.to(device, dtype)
         self.row = None if row is None else row.to(device)
         self.shift = None if shift is None else shift.to(device)
-        self.factor = torch.ones((), device=device)
+        self.factor = torch.full((), self._whole, device=device)
 
     def rescale(self, value: float) -> None:
         """Multiply all strengths by this, in place of the factor before."""
         if self.row is None:
-            self.factor.fill_(value)
+            self.factor.fill_(self._whole * value)
             return
         up, row, shift = self._at(value)
         for held, new in ((self.up, up), (self.row, row), (self.shift, shift)):
@@ -90,22 +95,31 @@ class Branch:
             self.row = None if self.row is None else self.row.to(device)
             self.shift = None if self.shift is None else self.shift.to(device)
 
-    def base(self, output: Tensor, trailing: int = 0) -> Tensor:
-        """row * output + shift, for outputs [..., out] or, of a convolution, [B, out, *trailing dimensions]."""
-        if self.shift is None:
-            return output
-        shape = (-1, *(1,) * trailing)
-        if self.row is None:
-            return output + (self.shift * self.factor).view(shape).to(output.dtype)
-        return (output * self.row.view(shape) + self.shift.view(shape)).to(output.dtype)
+    def add(self, output: Tensor, low: Tensor, product: Callable[..., Tensor]) -> Tensor:
+        """The layer's output with the adapters.
+
+        Args:
+            output: of the layer alone, [..., out], or [B, out, ...] of a convolution.
+            low: down x, [..., R], or [B, R, ...].
+            product: (low, up, bias or None) -> up low + bias.
+        """
+        if self.last:
+            bias = None if self.shift is None else self.shift.to(self.up.dtype)
+            return output + (product(low, self.up, bias) * self.factor).to(output.dtype)
+        if self.shift is not None:
+            shape = (-1, *(1,) * (self.up.ndim - 2))
+            shift = self.shift.view(shape)
+            scaled = output + shift * self.factor if self.row is None else output * self.row.view(shape) + shift
+            output = scaled.to(output.dtype)
+        return output + product(low * self.factor, self.up, None).to(output.dtype)
 
     def _at(self, factor: float) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(up [out, R, ...], row [out], shift [out]) in float32, for strengths times `factor`."""
+        """(up [out, R, ...] float64, row [out], shift [out]) for strengths times `factor`."""
         ups: list[Tensor] = []
         row: Tensor | None = None
         added: Tensor | None = None
         for (pair, strength), lengths in zip(self._loaded, self._lengths, strict=True):
-            times = pair.scale * strength * factor
+            times = 1.0 if self.last else pair.scale * strength * factor
             ups.append(pair.up.cpu().double() * times)
             if pair.bias is not None:
                 new = pair.bias.cpu().double() * times
@@ -119,11 +133,8 @@ class Branch:
         if row is not None:  # the layer's own bias has no part in the rows' lengths
             own = torch.zeros_like(row) if self._bias is None else self._bias * (1 - row)
             shift = own if added is None else own + added
-        return (
-            torch.cat(ups, 1).float(),
-            None if row is None else row.float(),
-            None if shift is None else shift.float(),
-        )
+        row, shift = (None if vector is None else vector.float() for vector in (row, shift))
+        return torch.cat(ups, 1), row, shift
 
 
 def summed(weight: Tensor, loaded: Loaded) -> tuple[Tensor, Tensor | None]:
@@ -133,7 +144,7 @@ def summed(weight: Tensor, loaded: Loaded) -> tuple[Tensor, Tensor | None]:
     added: Tensor | None = None
     for _, pair, strength in loaded:
         on_device = Pair(pair.down.to(base.device), pair.up.to(base.device), pair.scale)
-        delta = on_device.delta(base.shape[1]) * strength
+        delta = on_device.delta(strength, base.shape[1])
         total = total + delta.view(base.shape)
         if pair.bias is not None:
             new = pair.bias.to(base.device).float() * (pair.scale * strength)

@@ -76,9 +76,7 @@ def read(
         InvalidOptionError: not a source, or a file that is not there; a pattern that matches nothing; keys without a
             layer, of another shape, or that nothing here understands. The first are named.
     """
-    loader = getattr(type(pipe), "lora_state_dict", None)
-    if loader is None:
-        raise UnsupportedModelError(f"{type(pipe).__name__} has no LoRA loader in diffusers")
+    loader = _loader(pipe)
     _require_source(source)
     for option in options:
         if option not in LOADER_OPTIONS:
@@ -95,6 +93,16 @@ def read(
     if not any(found.values()):
         raise InvalidOptionError("the LoRA holds no layers: are its names those of another model?")
     return found
+
+
+def _loader(pipe: Any) -> Callable[..., Any]:
+    """The pipeline's own reader; where it has none but its denoiser takes adapters, files in peft's names are read."""
+    loader: Callable[..., Any] | None = getattr(type(pipe), "lora_state_dict", None)
+    if loader is not None:
+        return loader
+    if not any(hasattr(getattr(pipe, name, None), "load_lora_adapter") for name in DENOISERS):
+        raise UnsupportedModelError(f"{type(pipe).__name__} has no LoRA loader in diffusers")
+    return lambda given, **options: given
 
 
 def _misfit(problems: Sequence[str], pipeline: str) -> InvalidOptionError:
@@ -141,8 +149,9 @@ def _components(
         return converted(given)[0]
 
     # (a header's alpha is read by the loader alone)
-    state, alphas, said = converted(source if header_alpha else {key: value.clone() for key, value in held.items()})
-    lost = dropped(held, state, states) if not header_alpha else []
+    by_loader = header_alpha and hasattr(type(pipe), "lora_state_dict")
+    state, alphas, said = converted(source if by_loader else {key: value.clone() for key, value in held.items()})
+    lost = dropped(held, state, states) if not by_loader else []
     _report(lost, problems)
     if doras:
         turned = magnitudes(held, doras, states)
@@ -180,7 +189,7 @@ def _converted(
         options["return_alphas"] = True
     try:
         found = loader(given, **options)
-    except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise InvalidOptionError(f"diffusers' reader does not understand this LoRA ({why[:200]})") from error
     state, *rest = found if isinstance(found, tuple) else (found,)
@@ -321,17 +330,17 @@ def _added(
         if any(tensor.ndim != 2 for tensor in kron.values()):
             return "a LoKr of a convolution"
         down, up = kronecker(kron)
-        rank = next((kron[what].shape[1] for what in ("w2_a", "w1_a") if what in kron), max(kron["w2"].shape))
+        rank = 0 if own.config else next((kron[what].shape[1] for what in ("w2_a", "w1_a") if what in kron), None)
     elif "down" in held and "up" in held:
-        down, up = held["down"], held["up"]
-        rank = len(down)
+        down, up, rank = held["down"], held["up"], len(held["down"])
     elif "down" in held or "up" in held:
         return "its other half is missing"
     elif "bias" in held and isinstance(layer, torch.nn.Linear):
         down, up, rank = torch.zeros(0, layer.in_features), torch.zeros(layer.out_features, 0), 0
     else:
         return "no such layer" if layer is None else f"it has no matrices, only {', '.join(held)}"
-    pair = Pair(down, up, own.of(path, rank), held.get("bias"), held.get("magnitude"))
+    scale = 1.0 if rank is None else own.of(path, rank)  # (an alpha has no meaning for a LoKr of whole matrices)
+    pair = Pair(down, up, scale, held.get("bias"), held.get("magnitude"))
     return unfit(layer, pair, widens) or pair
 
 

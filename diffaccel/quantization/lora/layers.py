@@ -33,8 +33,8 @@ class _BranchedLinear:
         output: torch.Tensor = super().forward(input)  # type: ignore[misc]
         branch: Branch = getattr(self, BRANCH)
         branch.move(input.device)
-        low = F.linear(input.to(branch.down.dtype), branch.down) * branch.factor
-        return branch.base(output) + F.linear(low, branch.up).to(output.dtype)
+        low = F.linear(input.to(branch.down.dtype).contiguous(), branch.down)  # (one product, as torch with gradients)
+        return branch.add(output, low, F.linear)
 
 
 class _BranchedConv:
@@ -44,9 +44,8 @@ class _BranchedConv:
         branch: Branch = getattr(self, BRANCH)
         branch.move(input.device)
         own: Any = self
-        low = own._conv_forward(input.to(branch.down.dtype), branch.down, None) * branch.factor
-        product = _POINTWISE[output.ndim](low, branch.up)
-        return branch.base(output, output.ndim - 2) + product.to(output.dtype)
+        low = own._conv_forward(input.to(branch.down.dtype), branch.down, None)
+        return branch.add(output, low, _POINTWISE[branch.up.ndim])
 
 
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()

@@ -16,6 +16,7 @@ Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # a file's tensor
 DORA = ".dora_scale"
 ALPHA = ".alpha"
 _DOWN = (".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight", ".lora.down.weight", "_lora.down.weight")
+_RANKED = (".lokr_w2_b", ".lokr_w1_b")  # [r, ...]: what LoKr's converter divides an alpha by
 _UP = (".lora_up.weight", ".lora_B.weight", ".lora_B.default.weight", ".lora.up.weight", "_lora.up.weight")
 
 
@@ -77,7 +78,7 @@ def _probe(
     for key, tensor in state.items():
         if key.endswith(ALPHA):
             path = key.removesuffix(ALPHA)
-            down = next((state[path + end] for end in _DOWN if path + end in state), None)
+            down = next((state[path + end] for end in (*_DOWN, *_RANKED) if path + end in state), None)
             probe[key] = tensor if down is None else torch.tensor(float(len(down)))
         else:
             probe[key] = marked(key, tensor)

@@ -39,11 +39,11 @@ class Pair:
         """Nothing but a low-rank product?"""
         return self.bias is None and self.magnitude is None
 
-    def delta(self, width: int | None = None) -> Tensor:
-        """scale * up @ down as a float32 matrix [out, in * kernel]; a narrower `down` is filled with zeros to `width`
-        inputs."""
+    def delta(self, strength: float, width: int | None = None) -> Tensor:
+        """strength * scale * up @ down as a float32 matrix [out, in * kernel]; a narrower `down` is filled with zeros
+        to `width` inputs."""
         down = self.down if width is None else padded(self.down, width)
-        return (self.up.float().flatten(1) @ down.float().flatten(1)) * self.scale
+        return (self.up.float().flatten(1) @ down.float().flatten(1)) * (self.scale * strength)
 
 
 @dataclass(frozen=True, eq=False)

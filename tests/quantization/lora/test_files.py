@@ -2,23 +2,440 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 
-from diffaccel import attach
-from tests import tiny
+from diffaccel import attach, restore
+from tests import fingerprint, tiny
+from tests.models.families import table
+
+from . import layouts
+from .layouts import (
+    FLUX,
+    FLUX2,
+    HUNYUAN,
+    LTX2,
+    WAN,
+    WAN_REST,
+    XLABS,
+    Z_IMAGE,
+    Random,
+    authored,
+    kohya,
+    lokr,
+    peft,
+    same_names,
+)
+
+Make = Callable[[Any], layouts.State]
+DOWN_UP = ("lora_down", "lora_up")
 
 
-def test_alphas_of_kohya_files_count_on_attention_layers_of_sdxl() -> None:
-    generator, state = torch.Generator().manual_seed(0), {}
-    for name, layer in tiny.build("sdxl").unet.named_modules():
-        if isinstance(layer, torch.nn.Linear) and name.endswith(("attn1.to_q", "attn2.to_v", "ff.net.2")):
-            key = "lora_unet_" + name.replace(".", "_")
-            state[f"{key}.lora_down.weight"] = torch.randn(4, layer.in_features, generator=generator) * 0.3
-            state[f"{key}.lora_up.weight"] = torch.randn(layer.out_features, 4, generator=generator) * 0.3
-            state[f"{key}.alpha"] = torch.tensor(1.0)
-    plain = tiny.build("sdxl")
-    plain.load_lora_weights(dict(state), adapter_name="a")
-    pipe = attach(tiny.build("sdxl"))
-    pipe.acceleration.loras.load(state, "a")
-    wanted = tiny.run(plain, "sdxl")
-    assert (tiny.run(pipe, "sdxl") - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+@dataclass(frozen=True)
+class Row:
+    """One file. `make` gives its state dict for a pipeline, `metadata` what its header says. `fuses`: can diffusers
+    add it to the weights?"""
+
+    family: str
+    layout: str
+    make: Make
+    metadata: dict[str, Any] | None = None
+    fuses: bool = True
+
+
+def build(family: str) -> Any:
+    """A tiny pipeline with text encoders where there is one, else without."""
+    if family == "flux_control":
+        return _control()
+    if family == "sd15":
+        return _sd15()
+    return tiny.build(family) if family in tiny.FAMILIES else table.build(family)
+
+
+def run(pipe: Any, family: str) -> torch.Tensor:
+    """Two steps to latents."""
+    more: dict[str, Any] = {"num_inference_steps": 2, "output_type": "latent"}
+    if family == "sd15":
+        return tiny.output(pipe(**{**tiny.call_kwargs("sdxl"), **more}))
+    if family == "flux_control":
+        return tiny.output(pipe(**{**tiny.call_kwargs("flux"), **more}, control_image=_picture()))
+    if family in tiny.FAMILIES:
+        return tiny.run(pipe, family, **more)
+    return torch.cat([part.flatten() for part in table.run(pipe, family, num_inference_steps=2)])
+
+
+BLOCKS = {  # family -> layers that a LoRA of it touches
+    "chroma": r"blocks\.\d+\.(attn\.to_[qv]|ff\.net|proj_)",
+    "cogvideox": r"blocks\.\d+\.(attn1\.to_|ff\.net)",
+    "flux": r"blocks\.\d+\.(attn\.to_[qv]|attn\.add_k|ff\.net|proj_)|x_embedder",
+    "flux2": r"blocks\.\d+\.(attn\.to_|ff\.linear)|single_stream_modulation",
+    "flux2_klein": r"blocks\.\d+\.(attn\.to_|ff\.linear)",
+    "flux_fill": r"blocks\.\d+\.(attn\.to_[qv]|ff\.net)|x_embedder",
+    "hunyuan_video": r"blocks\.\d+\.(attn\.to_|ff\.net|proj_)|norm_out\.linear",
+    "hunyuan_video15": r"blocks\.\d+\.(attn\.to_|ff\.net)",
+    "ltx": r"blocks\.\d+\.(attn\d\.to_|ff\.net)|time_embed\.linear",
+    "ltx2": r"blocks\.\d+\.(attn\d\.to_|audio_ff\.net)",
+    "mochi": r"blocks\.\d+\.(attn1\.(to|add)_|ff\.net)",
+    "qwen": r"blocks\.\d+\.(attn\.to_|img_mlp\.net)|^img_in|norm_out",
+    "sana": r"blocks\.\d+\.attn\d\.to_|conv_(inverted|point)|proj_out",
+    "sd3": r"blocks\.\d+\.(attn\.to_[qv]|ff\.net)|pos_embed\.proj",
+    "wan": r"blocks\.\d+\.(attn[12]\.to_|ffn\.net)|patch_embedding",
+    "wan_i2v": r"blocks\.\d+\.(attn2\.|ffn\.net)|image_embedder",
+    "z_image": r"layers\.\d+\.(attention\.to_|feed_forward|adaLN)",
+}
+UNET = r"attn[12]\.to_|ff\.net|proj_in|proj_out"
+CONVS = r"resnets\.\d+\.conv[12]|downsamplers|conv_(in|out|shortcut)|time_emb_proj"
+
+
+def uneven(index: int) -> float:
+    """Alphas of which none is usual."""
+    return (1.0, 6.0, 2.5)[index % 3]
+
+
+def text_encoder(*components: str, **more: Any) -> Make:
+    """peft's names on text encoders."""
+
+    def make(pipe: Any) -> layouts.State:
+        parts = [
+            peft(pipe, r"_proj$|fc[12]", component=name, random=Random(0.3, i), **more)
+            for i, name in enumerate(components)
+        ]
+        return {key: value for part in parts for key, value in part.items()}
+
+    return make
+
+
+def both(*makes: Make) -> Make:
+    """Several parts in one file."""
+    return lambda pipe: {key: value for make in makes for key, value in make(pipe).items()}
+
+
+def wan_diff_b(pipe: Any) -> layouts.State:
+    """As lightx2v's files for few steps: biases beside the pairs, and differences of norms that are zero."""
+    state = authored(pipe, {**WAN, **WAN_REST}, ends=DOWN_UP, alpha=None, bias=".diff_b")
+    return state | {
+        "diffusion_model.blocks.0.norm3.diff": torch.zeros(4),
+        "diffusion_model.blocks.0.norm3.diff_b": torch.zeros(4),
+    }
+
+
+def control(pipe: Any) -> layouts.State:
+    """A Control LoRA: twice the inputs, and norms that replace the model's."""
+    state, random = peft(pipe, BLOCKS["flux"], bias=True), Random(0.3, 5)
+    key, layer = "transformer.x_embedder", pipe.transformer.x_embedder
+    state[f"{key}.lora_A.weight"] = random(4, 2 * layer.in_features)
+    for name, _ in pipe.transformer.named_parameters():
+        if name.endswith(("attn.norm_q.weight", "attn.norm_added_k.weight")):
+            state[f"transformer.{name}"] = 1 + random(pipe.transformer.get_parameter(name).numel())
+    return state
+
+
+def metadata(component: str = "transformer", rank: int = 4, **entries: Any) -> dict[str, Any]:
+    """What a header says about one component."""
+    config = {"r": rank, "lora_alpha": rank, "target_modules": ["to_q"], **entries}
+    return {f"{component}.{key}": value for key, value in config.items()}
+
+
+def part(name: str, **more: Any) -> Make:
+    """peft's names on the layers of `BLOCKS`."""
+    return lambda pipe: peft(pipe, BLOCKS[name], **more)
+
+
+def mixed(name: str) -> int:
+    """Ranks that differ."""
+    return 2 if name.endswith("to_q") else 7 if "net" in name else 4
+
+
+TEXT = {"component": "text_encoder", "prefix": "lora_te1_", "names": "text_model.{}".format}
+TEXT_2 = {"component": "text_encoder_2", "prefix": "lora_te2_"}
+CLIP = r"_proj$|fc[12]"
+ROWS = [
+    *(Row(name, "peft", part(name)) for name in BLOCKS if name != "flux_fill"),
+    *(Row(name, "peft, ranks", part(name, ranks=mixed)) for name in ("flux", "wan", "sana")),
+    *(Row(name, "peft, biases", part(name, bias=True)) for name in ("flux", "ltx", "qwen", "hunyuan_video")),
+    *(
+        Row(name, "peft, DoRA", part(name, dora=True))
+        for name in ("flux", "wan", "sd3", "z_image", "cogvideox", "mochi")
+    ),
+    *(
+        Row(name, f"peft, {said}", part(name), metadata(**entries))
+        for name in ("flux", "wan", "ltx2")
+        for said, entries in {
+            "lora_alpha": {"lora_alpha": 2.5},
+            "rsLoRA": {"lora_alpha": 3, "use_rslora": True},
+            "patterns": {"lora_alpha": 2, "alpha_pattern": {r"^.*blocks\.[01]\..*to_q": 9, "to_out.0": 1, "q": 100}},
+        }.items()
+    ),
+    Row(
+        "flux",
+        "peft, rank_pattern",
+        part("flux", ranks=mixed),
+        metadata(
+            lora_alpha=3,
+            use_rslora=True,
+            rank=4,
+            rank_pattern={"to_q": 2, r"(ff|ffn).*net\.\d.*": 7},
+            alpha_pattern={r".*\.to_q": 8},
+        ),
+    ),
+    Row("flux", "peft, .alpha", part("flux", alpha=lambda index: 1.5)),
+    Row("flux", "peft, .alpha of each layer", part("flux", alpha=uneven)),
+    Row("flux", "text encoder", both(part("flux"), text_encoder("text_encoder"))),
+    Row(
+        "flux",
+        "text encoder, lora_alpha",
+        text_encoder("text_encoder"),
+        metadata(
+            "text_encoder", lora_alpha=1, target_modules=["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
+        ),
+    ),
+    Row("flux", "kohya", lambda pipe: authored(pipe, FLUX, form="lora_unet_{}", ends=DOWN_UP, alpha=uneven)),
+    Row(
+        "flux",
+        "kohya, text encoder",
+        lambda pipe: both(
+            lambda p: authored(p, FLUX, form="lora_unet_{}", ends=DOWN_UP, alpha=uneven),
+            lambda p: kohya(p, CLIP, **{**TEXT, "alpha": uneven}),
+        )(pipe),
+    ),
+    Row("flux", "ComfyUI", lambda pipe: authored(pipe, FLUX, ends=DOWN_UP, alpha=uneven)),
+    Row("flux", "xlabs", lambda pipe: authored(pipe, XLABS, form="{}", ends=("down", "up"))),
+    Row(
+        "flux_fill",
+        "peft, narrower input",
+        lambda pipe: peft(pipe, BLOCKS["flux_fill"]) | {"transformer.x_embedder.lora_A.weight": Random()(4, 16)},
+    ),
+    Row("flux_control", "Control LoRA", control),
+    Row(
+        "chroma",
+        "kohya",
+        lambda pipe: authored(
+            pipe,
+            {k: v for k, v in FLUX.items() if "img_mlp" not in k},
+            form="lora_unet_{}",
+            ends=DOWN_UP,
+            alpha=uneven,
+        ),
+    ),
+    Row("flux2", "authors", lambda pipe: authored(pipe, FLUX2)),
+    Row("flux2", "kohya", lambda pipe: authored(pipe, FLUX2, form="lora_unet_{}", ends=DOWN_UP, alpha=uneven)),
+    *(
+        Row(
+            "flux2",
+            f"LoKr, whole={whole}",
+            lambda pipe, whole=whole: lokr(pipe, same_names(pipe, r"blocks\.0\.(attn\.to_q|ff)"), whole),
+        )
+        for whole in (False, True)
+    ),
+    Row(
+        "flux2",
+        "LoKr of ai-toolkit",
+        lambda pipe: lokr(pipe, {k: v for k, v in FLUX2.items() if len(v) == 1}, False, 1.0, "diffusion_model.{}"),
+    ),
+    *(
+        Row(
+            "z_image",
+            f"LoKr of ai-toolkit, whole={whole}",
+            lambda pipe, whole=whole: lokr(
+                pipe, same_names(pipe, r"layers\.0\.attention\.to_[qk]"), whole, 1.0, "diffusion_model.{}"
+            ),
+        )
+        for whole in (False, True)
+    ),
+    *(
+        Row(
+            "sdxl",
+            f"peft, {said}",
+            functools.partial(
+                lambda pipe, pattern, more: peft(pipe, pattern, component="unet", **more), pattern=pattern, more=more
+            ),
+        )
+        for said, pattern, more in (
+            ("", UNET, {}),
+            ("convolutions", CONVS, {}),
+            ("DoRA", UNET, {"dora": True}),
+            ("DoRA of convolutions", CONVS, {"dora": True}),
+            ("biases", "conv_in|ff", {"bias": True}),
+        )
+    ),
+    Row("sdxl", "peft, text encoders", text_encoder("text_encoder", "text_encoder_2")),
+    Row("sdxl", "kohya", lambda pipe: kohya(pipe, UNET)),
+    Row("sdxl", "kohya, convolutions", lambda pipe: kohya(pipe, r"resnets\.\d+\.conv[12]|downsamplers|time_emb_proj")),
+    Row("sdxl", "kohya, without alphas", lambda pipe: kohya(pipe, UNET, alpha=None)),
+    Row(
+        "sdxl",
+        "kohya, text encoders",
+        lambda pipe: both(
+            lambda p: kohya(p, UNET), lambda p: kohya(p, CLIP, **TEXT), lambda p: kohya(p, CLIP, **TEXT_2)
+        )(pipe),
+    ),
+    Row(
+        "sdxl",
+        "authors' blocks",
+        lambda pipe: kohya(pipe, r"^(down|mid|up).*(attn[12]\.to_|ff\.net|conv[12])", names=layouts.authors_unet_name),
+    ),
+    Row(
+        "sd15",
+        "kohya",
+        lambda pipe: both(lambda p: kohya(p, UNET), lambda p: kohya(p, CLIP, **{**TEXT, "prefix": "lora_te_"}))(pipe),
+    ),
+    Row("sd15", "peft", lambda pipe: peft(pipe, UNET, component="unet")),
+    Row("sd3", "text encoders", text_encoder("text_encoder", "text_encoder_2")),
+    Row("wan", "authors", lambda pipe: authored(pipe, {**WAN, **WAN_REST})),
+    Row("wan", "authors, alphas", lambda pipe: authored(pipe, WAN, ends=DOWN_UP, alpha=uneven)),
+    Row("wan", "lightx2v", wan_diff_b),
+    Row("wan", "musubi", lambda pipe: authored(pipe, WAN, form="lora_unet_{}", ends=DOWN_UP, alpha=uneven)),
+    Row("wan_i2v", "of text to video", lambda pipe: authored(pipe, WAN)),
+    Row(
+        "wan22",
+        "peft, both experts",
+        both(
+            lambda p: peft(p, BLOCKS["wan"]),
+            lambda p: peft(p, BLOCKS["wan"], component="transformer_2", random=Random(0.3, 3)),
+        ),
+    ),
+    Row("ltx", "authors", lambda pipe: authored(pipe, same_names(pipe, BLOCKS["ltx"]))),
+    Row("ltx2", "authors", lambda pipe: authored(pipe, LTX2)),
+    Row("hunyuan_video", "authors", lambda pipe: authored(pipe, HUNYUAN, form="{}")),
+    Row("hunyuan_video", "ComfyUI", lambda pipe: authored(pipe, HUNYUAN)),
+    Row(
+        "qwen",
+        "kohya",
+        lambda pipe: authored(
+            pipe,
+            same_names(pipe, r"blocks\.\d+\.(attn\.to_|img_mlp)"),
+            form="lora_unet_{}",
+            ends=DOWN_UP,
+            alpha=uneven,
+        ),
+    ),
+    Row(
+        "qwen",
+        "ComfyUI, alphas",
+        lambda pipe: authored(pipe, same_names(pipe, r"blocks\.\d+\.(attn\.to_|img_mlp)"), alpha=uneven),
+    ),
+    Row(
+        "qwen",
+        "default",
+        lambda pipe: authored(
+            pipe, same_names(pipe, r"blocks\.\d+\.attn\.to_"), form="{}", ends=("lora_A.default", "lora_B.default")
+        ),
+    ),
+    Row("z_image", "kohya", lambda pipe: authored(pipe, Z_IMAGE, form="lora_unet_{}", ends=DOWN_UP, alpha=uneven)),
+    Row("z_image", "ComfyUI, alphas", lambda pipe: authored(pipe, Z_IMAGE, alpha=uneven)),
+]
+
+
+def saved(row: Row, state: layouts.State, folder: Path) -> Any:
+    """The file where a row has metadata, else a state dict that neither side can change for the other."""
+    if row.metadata is None:
+        return {key: value.clone() for key, value in state.items()}
+    import json
+
+    from safetensors.torch import save_file
+
+    path = folder / "lora.safetensors"
+    save_file(
+        {k: v.contiguous() for k, v in state.items()},
+        path,
+        {"format": "pt", "lora_adapter_metadata": json.dumps(row.metadata)},
+    )
+    return str(path)
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, of the output's maximum."""
+    return float((a - b).abs().max() / b.abs().max())
+
+
+def fused(pipe: Any, family: str) -> torch.Tensor:
+    """The output with the weights that peft adds up."""
+    names = [n for n, m in tiny.component_modules(pipe) if getattr(m, "peft_config", None)]
+    pipe.fuse_lora(components=names)
+    return run(pipe, family)
+
+
+def loaded_by_diffusers(row: Row, state: layouts.State, folder: Path) -> Any:
+    """The truth: a pipeline with the file at strength 0.8."""
+    pipe, source = build(row.family), saved(row, state, folder)
+    if row.family == "wan22":  # it takes one expert's keys at a time, under the first one's name
+        second = {k.replace("_2.", ".", 1): v for k, v in source.items() if k.startswith("transformer_2.")}
+        pipe.load_lora_weights(second, adapter_name="a", load_into_transformer_2=True)
+    if row.family == "hunyuan_video15":
+        pipe.transformer.load_lora_adapter(source, adapter_name="a")
+        pipe.transformer.set_adapters("a", 0.8)
+        return pipe
+    pipe.load_lora_weights(source, adapter_name="a")
+    pipe.set_adapters("a", 0.8)
+    return pipe
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.family}: {row.layout}")
+def test_equals_diffusers_own_loader(row: Row, tmp_path: Path) -> None:
+    pipe = build(row.family)
+    before, plain, state = fingerprint.snapshot_pipe(pipe), run(pipe, row.family), row.make(pipe)
+    other = loaded_by_diffusers(row, state, tmp_path)
+    wanted = run(other, row.family)
+    loras = attach(pipe).acceleration.loras
+    loras.load(saved(row, state, tmp_path), "a", 0.8)
+    assert distance(run(pipe, row.family), wanted) <= 1e-6
+    assert distance(plain, wanted) > 1e-3
+    loras.set({"a": 0.7})
+    assert distance(run(pipe, row.family), wanted) > 1e-4, "the output does not depend on the strength: no control"
+    loras.unload()
+    assert torch.equal(run(pipe, row.family), plain)
+    loras.load(saved(row, state, tmp_path), "a", 0.8, merge=True)
+    assert distance(run(pipe, row.family), fused(other, row.family) if row.fuses else wanted) <= 1e-6
+    restore(pipe)
+    assert torch.equal(run(pipe, row.family), plain)
+    fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
+
+
+def _picture() -> Any:
+    return torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(77))
+
+
+def _control() -> Any:
+    from diffusers import FluxControlPipeline
+
+    parts = {k: v for k, v in tiny.build("flux").components.items() if k not in ("image_encoder", "feature_extractor")}
+    pipe = FluxControlPipeline(**parts)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _sd15() -> Any:
+    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+
+    sdxl = tiny.build("sdxl")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        unet = UNet2DConditionModel(
+            block_out_channels=(32, 64),
+            layers_per_block=1,
+            sample_size=8,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=8,
+            cross_attention_dim=32,
+            norm_num_groups=8,
+        ).eval()
+    pipe = StableDiffusionPipeline(
+        sdxl.vae,
+        sdxl.text_encoder,
+        sdxl.tokenizer,
+        unet,
+        sdxl.scheduler,
+        None,
+        None,
+        None,
+        requires_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
