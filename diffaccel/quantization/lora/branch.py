@@ -26,11 +26,14 @@ class RowLengths:
     def __init__(self, weight: Tensor, delta: Tensor) -> None:
         rows = weight.float().flatten(1)
         delta = delta.to(rows.device)
+        self.whole = torch.linalg.vector_norm((rows + delta).view(weight.shape), dim=tuple(range(1, weight.ndim)))
         self.terms = torch.stack([(a * b).sum(1, dtype=torch.float64) for a, b in ((rows, rows), (rows, delta))])
         self.square = (delta * delta).sum(1, dtype=torch.float64)
 
     def at(self, factor: float) -> Tensor:
-        """[out] float64."""
+        """[out]; for a factor of 1 in float32, as peft measures it."""
+        if factor == 1.0:
+            return self.whole
         whole = self.terms[0] + 2 * factor * self.terms[1] + factor**2 * self.square
         return whole.clamp(min=0).sqrt()
 
@@ -38,8 +41,8 @@ class RowLengths:
 class Branch:
     """What acts beside a layer in every call.
 
-    One adapter without a DoRA, in float32, computes what peft computes, bit by bit: its strength comes last. In all
-    other cases strengths and scales lie in `up`.
+    One adapter in float32 computes what peft computes, operation by operation, so that the bits agree: its strength
+    comes last. In all other cases strengths and scales lie in `up`.
 
     Attributes:
         down: [R, in, ...] of all adapters, one below the other.
@@ -47,6 +50,7 @@ class Branch:
         row: [out] float32, or None where no adapter is a DoRA.
         shift: [out] float32, or None where the output needs none.
         factor: [], what the product (`last`) or the inner values are multiplied with.
+        bias: [out] of the layer where there is a DoRA, which scales the output without it.
     """
 
     def __init__(
@@ -68,8 +72,8 @@ class Branch:
                 assert weight is not None, "a DoRA needs the weight of its layer"
                 self._lengths.append(RowLengths(weight, pair.delta(strength, width)))
         dora = any(lengths is not None for lengths in self._lengths)
-        self._bias = None if bias is None or not dora else bias.detach().to("cpu", torch.float64)
-        self.last = len(self._loaded) == 1 and not dora and dtype == torch.float32
+        self.bias = None if bias is None or not dora else bias.detach().float()
+        self.last = len(self._loaded) == 1 and dtype == torch.float32
         self._whole = self._loaded[0][0].scale * self._loaded[0][1] if self.last else 1.0
         self.down = torch.cat([padded(pair.down, width) for pair, _ in self._loaded]).to(device, dtype)
         up, row, shift = self._at(1.0)
@@ -80,8 +84,9 @@ class Branch:
 
     def rescale(self, value: float) -> None:
         """Multiply all strengths by this, in place of the factor before."""
-        if self.row is None:
+        if self.last or self.row is None:
             self.factor.fill_(self._whole * value)
+        if self.row is None:
             return
         up, row, shift = self._at(value)
         for held, new in ((self.up, up), (self.row, row), (self.shift, shift)):
@@ -94,6 +99,7 @@ class Branch:
             self.down, self.up, self.factor = (t.to(device) for t in (self.down, self.up, self.factor))
             self.row = None if self.row is None else self.row.to(device)
             self.shift = None if self.shift is None else self.shift.to(device)
+            self.bias = None if self.bias is None else self.bias.to(device)
 
     def add(self, output: Tensor, low: Tensor, product: Callable[..., Tensor]) -> Tensor:
         """The layer's output with the adapters.
@@ -103,11 +109,15 @@ class Branch:
             low: down x, [..., R], or [B, R, ...].
             product: (low, up, bias or None) -> up low + bias.
         """
+        shape = (-1, *(1,) * (self.up.ndim - 2))
         if self.last:
-            bias = None if self.shift is None else self.shift.to(self.up.dtype)
-            return output + (product(low, self.up, bias) * self.factor).to(output.dtype)
+            extra = product(low, self.up, self.shift)
+            if self.row is None:
+                return output + (extra * self.factor).to(output.dtype)
+            row = self.row.view(shape)
+            bare = output if self.bias is None else output - self.bias.view(shape)
+            return output + ((row - 1) * bare + row * extra * self.factor).to(output.dtype)
         if self.shift is not None:
-            shape = (-1, *(1,) * (self.up.ndim - 2))
             shift = self.shift.view(shape)
             scaled = output + shift * self.factor if self.row is None else output * self.row.view(shape) + shift
             output = scaled.to(output.dtype)
@@ -125,13 +135,15 @@ class Branch:
                 new = pair.bias.cpu().double() * times
                 added = new if added is None else added + new
             if lengths is not None and pair.magnitude is not None:
-                turn = pair.magnitude.cpu().double() / lengths.at(factor).cpu()
-                ups = [up * turn.view(-1, *(1,) * (up.ndim - 1)) for up in ups]
+                length = lengths.at(factor).cpu()
+                turn = (pair.magnitude.cpu().to(length.dtype) / length).double()
                 row = turn if row is None else row * turn
-                added = None if added is None else added * turn
+                if not self.last:
+                    ups = [up * turn.view(-1, *(1,) * (up.ndim - 1)) for up in ups]
+                    added = None if added is None else added * turn
         shift = added
-        if row is not None:  # the layer's own bias has no part in the rows' lengths
-            own = torch.zeros_like(row) if self._bias is None else self._bias * (1 - row)
+        if row is not None and not self.last:  # the layer's own bias has no part in the rows' lengths
+            own = torch.zeros_like(row) if self.bias is None else self.bias.cpu().double() * (1 - row)
             shift = own if added is None else own + added
         row, shift = (None if vector is None else vector.float() for vector in (row, shift))
         return torch.cat(ups, 1), row, shift

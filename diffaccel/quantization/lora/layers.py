@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from ...core.compat import OLD_FORWARD
 from .branch import Branch, summed
 from .call_scale import CallScale
-from .pairs import Pair, Replaced
+from .pairs import POINTWISE, Pair, Replaced, padded
 
 BRANCH = "_diffaccel_lora"  # attribute of a layer: its `Branch`
 BRANCHED = "_diffaccel_branched"  # class attribute of the subclasses: the class of the layer without a branch
 Loaded = Sequence[tuple[str, Pair | Replaced, float]]  # (adapter, what it adds, strength)
-_POINTWISE: dict[int, Callable[..., torch.Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # dimensions -> function
 
 
 class _BranchedLinear:
@@ -45,7 +44,7 @@ class _BranchedConv:
         branch.move(input.device)
         own: Any = self
         low = own._conv_forward(input.to(branch.down.dtype), branch.down, None)
-        return branch.add(output, low, _POINTWISE[branch.up.ndim])
+        return branch.add(output, low, POINTWISE[branch.up.ndim])
 
 
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
@@ -191,7 +190,7 @@ def _extra_branches(layer: Any, pairs: Sequence[tuple[str, Pair, float]]) -> Cal
     """More rank in the branch that a 4-bit layer has anyway."""
     names = [f"lora.{name}" for name, _, _ in pairs]
     for name, (_, pair, strength) in zip(names, pairs, strict=True):
-        layer.with_extra_branch(name, pair.down, pair.up, strength * pair.scale)
+        layer.with_extra_branch(name, padded(pair.down, layer.in_features), pair.up, strength * pair.scale)
 
     def undo() -> None:
         for name in reversed(names):

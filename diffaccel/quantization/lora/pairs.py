@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 Tensor = torch.Tensor
+POINTWISE: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # dimensions of the weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +44,13 @@ class Pair:
     def delta(self, strength: float, width: int | None = None) -> Tensor:
         """strength * scale * up @ down as a float32 matrix [out, in * kernel]; a narrower `down` is filled with zeros
         to `width` inputs."""
-        down = self.down if width is None else padded(self.down, width)
-        return (self.up.float().flatten(1) @ down.float().flatten(1)) * (self.scale * strength)
+        down, up = self.down.float(), self.up.float()
+        down = down if width is None else padded(down, width)
+        if max(down.shape[2:], default=1) > 1:  # (by a convolution: the order of summation that peft has)
+            product = POINTWISE[down.ndim](down.transpose(0, 1), up).transpose(0, 1).flatten(1)
+        else:
+            product = up.flatten(1) @ down.flatten(1)
+        return product * (self.scale * strength)
 
 
 @dataclass(frozen=True, eq=False)

