@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from typing import TYPE_CHECKING
 
-from ..ledger.hardware import Hardware
+from ..ledger.hardware import KINDS, Hardware
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ class Backend:
     Attributes:
         name: ours.
         diffusers_name: value of diffusers' AttentionBackendName; "" where diffusers has none.
-        devices: torch device types.
+        devices: kinds of hardware (`ledger.hardware.KINDS`); of a call's tensors, torch device types.
         dtypes: None: any.
         head_dims, max_head_dim, head_dim_multiple: which head_dim it takes; None: any.
         mask: takes a mask (and obeys it).
@@ -74,6 +74,7 @@ class Backend:
 
 
 HALF = ("float16", "bfloat16")
+ANY = tuple(KINDS)
 ALL = ("float16", "bfloat16", "float32")
 TAIL_ERROR = 1e-3  # share of unhidden keys below which a short last block is harmless
 
@@ -91,7 +92,7 @@ BACKENDS: dict[str, Backend] = {
                 capabilities=((9, 0),),
                 package=Package("flash_attn_interface", "flash_attn_3", "flash-attn's source, folder hopper")),
         Backend("flex", "flex", ("cpu", "cuda"), mask=True),
-        Backend("native", "native", ("cpu", "cuda"), mask=True),
+        Backend("native", "native", ANY, mask=True),
         Backend("xformers", "xformers", ("cuda",), HALF, capability=(8, 0),
                 package=Package("xformers", "xformers", "xformers", (0, 0, 29))),
     )
@@ -119,7 +120,7 @@ SAGE: dict[str, Backend] = {
         Backend("hub", "sage_hub", ("cuda",), HALF, max_head_dim=128, lse=True, capability=(8, 0),
                 capabilities=((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1)),
                 package=Package("kernels", "kernels", "kernels", (0, 12))),
-        Backend("reference", "", ("cpu", "cuda"), ALL, causal=False, lse=True),
+        Backend("reference", "", ANY, ALL, causal=False, lse=True),
         Backend("triton", "", ("cuda",), ALL, max_head_dim=128, causal=False, lse=True, capability=(8, 0),
                 package=Package("triton", "triton", "triton")),
     )
@@ -224,7 +225,7 @@ def unfit_call(
         q_shape, k_shape: [B, Nq, H, D] and [B, Nk, Hkv, D], keys as the kernel would get them (after slicing away
             hidden ones).
         dtype: of q, k and v.
-        device_type: "cpu" or "cuda".
+        device_type: torch's, such as "cpu" or "cuda".
         mask: whether a mask would have to go to the kernel.
         causal, gqa, lse: what the call asks for.
         scale: of the scores; None: the default.

@@ -24,11 +24,13 @@ def lacks(backend: str, hardware: Hardware) -> str | None:
     """
     if backend != "inductor":
         return None
-    if hardware.kind == "cpu":
+    if not hardware.may.inductor:
+        return f"inductor is not used on {hardware.name}: give compile_backend='aot_eager', or leave compile off"
+    if hardware.may.inductor == "cpp":
         return _lacks_cpp()
     if hardware.capability and hardware.capability < TRITON_CAPABILITY:
         return f"inductor needs compute capability 7.0, {hardware.name} has {'.'.join(map(str, hardware.capability))}"
-    has_gpu_build = torch.version.cuda is not None or getattr(torch.version, "hip", None) is not None
+    has_gpu_build = any(getattr(torch.version, name, None) is not None for name in ("cuda", "hip", "xpu"))
     if has_gpu_build and importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     return None

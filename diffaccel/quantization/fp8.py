@@ -51,9 +51,11 @@ class Fp8(QuantizedWeights):
 
     def _lacks_units(self, hardware: Hardware) -> bool:
         old = hardware.kind == "cuda" and (hardware.capability or (0, 0)) < FIRST_CAPABILITY
-        return self.scheme == DYNAMIC and self.backend != TORCHAO and old
+        return self.scheme == DYNAMIC and self.backend != TORCHAO and (old or hardware.may.fp8 != DYNAMIC)
 
     def _refused_by(self, recipe: Recipe, hardware: Hardware) -> str | None:
+        if not hardware.may.fp8:
+            return f"torch has no 8-bit floating point on {hardware}: take quantization='int8'"
         young = hardware.kind == "cuda" and (hardware.capability or (0, 0)) >= FIRST_CAPABILITY
         if recipe.backend != TORCHAO or recipe.scheme != DYNAMIC or young:
             return None
@@ -67,7 +69,9 @@ class Fp8(QuantizedWeights):
         recipe = self.recipe(hardware)
         text = f"FP8 {recipe.scheme} per {self.granularity} by {recipe.backend}"
         if self._lacks_units(hardware):
-            return f"{text} (asked for dynamic, but {hardware} has no FP8 units, from compute capability 8.9 on)"
-        if recipe.scheme == DYNAMIC and hardware.kind != "cuda":
+            units = "has no FP8 units, from compute capability 8.9 on"
+            why = units if hardware.kind == "cuda" else "is no CUDA device, the only ones whose FP8 units are used"
+            return f"{text} (asked for dynamic, but {hardware} {why})"
+        if recipe.scheme == DYNAMIC and hardware.kind == "cpu":
             return f"{text} (on a CPU: the numbers of a GPU, no gain in speed)"
         return text

@@ -41,13 +41,19 @@ class Int8(QuantizedWeights):
         super().__post_init__()
 
     def recipe(self, hardware: Hardware | None) -> Recipe:
-        """INT8 codes, one scale per row."""
-        return Recipe(torch.int8, self.scheme, True, NATIVE if self.backend == AUTO else self.backend)
+        """INT8 codes, one scale per row; dynamic becomes weight-only where torch's product of integers is not used."""
+        scheme = WEIGHT_ONLY if hardware is not None and self._lacks_product(hardware) else self.scheme
+        return Recipe(torch.int8, scheme, True, NATIVE if self.backend == AUTO else self.backend)
+
+    def _lacks_product(self, hardware: Hardware) -> bool:
+        return self.scheme == DYNAMIC and hardware.may.int8 != DYNAMIC
 
     def says(self, hardware: Hardware) -> str:
         """The arithmetic in a few words, and whether it can gain time here."""
         recipe = self.recipe(hardware)
         text = f"INT8 {recipe.scheme} per row by {recipe.backend}"
+        if self._lacks_product(hardware):
+            return f"{text} (asked for dynamic, but products of integers are not used on {hardware})"
         if recipe.scheme != DYNAMIC:
             return text
         if hardware.kind == "cpu" and not int8_units():

@@ -101,8 +101,10 @@ class LayerwiseOffload:
                 IncompatibleError,
             )
         device = compute_device(target, self.device)
-        if self.store == "host" and device.type == "cpu" and target.hardware.kind == "cpu":
-            return Verdict.no("the device is the CPU and the weights are in its memory already: store='disk' frees it")
+        hardware = target.hardware
+        if self.store == "host" and not hardware.may.own_memory and device.type in ("cpu", hardware.may.device):
+            what = "the CPU" if hardware.kind == "cpu" else hardware.name
+            return Verdict.no(f"the device is {what} and the weights are in its memory already: store='disk' frees it")
         try:
             seen = find_blocks(target)
             split = self.divide(seen)

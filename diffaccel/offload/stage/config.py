@@ -102,8 +102,11 @@ class StageOffload:
         return torch.device(getattr(pipe, "_execution_device", None) or "cpu")
 
     def _kind(self, target: Target) -> str:
-        """ "cpu" or "cuda"; a plan may be made for a machine that is not here."""
-        return "cuda" if target.hardware.kind == "cuda" else self.compute_device(target.pipe).type
+        """Device type of the memory to be freed, "cpu" where it is the host's; the machine may be one not here."""
+        hardware = target.hardware
+        if hardware.kind == "cpu":
+            return self.compute_device(target.pipe).type
+        return hardware.may.device if hardware.may.own_memory else "cpu"
 
     def place(self, found: list[Component], compute: str) -> tuple[Placement, Peak]:
         """Store and turns for these components, and the predicted peaks of weights (and kept outputs).
@@ -151,8 +154,8 @@ class StageOffload:
         kind = self._kind(target)
         if kind == "cpu" and self.store == "host":
             return Verdict.no(
-                "the compute device is the CPU, whose memory the host's is: moving weights there frees nothing; "
-                "store='disk' does"
+                f"the compute device is {'the CPU' if target.hardware.kind == 'cpu' else target.hardware.name}, whose "
+                "memory the host's is: moving weights there frees nothing; store='disk' does"
             )
         return self._fits(target, kind)
 

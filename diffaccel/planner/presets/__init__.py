@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidOptionError, unknown
+from ...ledger.hardware import KINDS
 from .. import toml
 from . import third_party
 
 KEYS = ("description", "families", "hardware", "fidelity", "wishes", "on")
-DEVICES = ("cpu", "cuda")
+DEVICES = tuple(KINDS)
 ON_KEYS = ("why", "wishes")
 
 
@@ -22,8 +23,8 @@ class Preset:
     """Wishes and where they apply.
 
     `families` of None means any; `hardware` is the machine it was made for (on another one, a note says so);
-    `fidelity` caps what may be enabled; `on` changes wishes on one kind of device ("cpu", "cuda"), each with a reason;
-    `notes` go into the plan.
+    `fidelity` caps what may be enabled; `on` changes wishes on one kind of device ("cpu", "cuda", ...), each
+    with a reason; `notes` go into the plan.
     """
 
     name: str
