@@ -13,13 +13,14 @@ demo: $(STAMP)
 	@$(BIN)/diffaccel demo $(ARGS)
 
 test: lint
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not slow" --nbmake tests notebooks
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile --durations=10 -m "not slow" --nbmake tests notebooks
 
 test-all: lint
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile --nbmake tests notebooks
+	@$(BIN)/python -m pytest -q -n auto --dist loadfile --durations=10 --nbmake tests notebooks
 
 lint: $(STAMP)
 	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff format -q --check .
 	@$(BIN)/mypy --no-error-summary
 
 clean:

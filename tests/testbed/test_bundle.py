@@ -45,8 +45,9 @@ def test_nothing_requires_gradients_and_all_is_float32(pipe):
             assert not parameter.requires_grad and parameter.dtype is torch.float32
 
 
-def test_it_draws_what_the_prompt_says(pipe):
-    wanted = testbed.prompts(n=24)
+@pytest.mark.parametrize("prompts", [8, pytest.param(24, marks=pytest.mark.slow)])
+def test_it_draws_what_the_prompt_says(pipe, prompts):
+    wanted = testbed.prompts(n=prompts)
     result = testbed.score(evaluate.generate(pipe, wanted, (64, 64)), wanted)
     assert result["score"] >= 0.8, result
 
@@ -55,6 +56,7 @@ def test_the_decoder_gives_back_what_the_encoder_saw(pipe):
     assert evaluate.vae_round_trip(pipe.vae, 16, (64, 64)) >= 28.0
 
 
+@pytest.mark.slow  # runs of 28 and of 112 steps; the figure is in figures.json, which the next test reads
 def test_the_trajectory_is_smooth(pipe):
     mean, lowest = evaluate.smoothness(pipe, 4, (64, 64))
     assert mean >= 22.0, (mean, lowest)

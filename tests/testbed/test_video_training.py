@@ -35,6 +35,7 @@ def test_a_view_of_the_autoencoder_shares_weights_but_not_its_encode_state():
     assert torch.equal(latents[0], latents[1]) and torch.equal(latents[0], latents[2])
 
 
+@pytest.mark.slow  # the loops are those of the image testbed, whose test is quicker
 def test_both_trainings_resume_where_they_stopped(tmp_path):
     pipe = build_video.pipeline(TINY, seed=1)
     first = train_vae(pipe.vae, task_video.VAE, 60, tmp_path / "vae.pt", resume=False, max_steps=2)

@@ -1,5 +1,5 @@
-"""Runs the Triton kernels in Triton's interpreter (argv: "interpret"), or compiles them for GPU architectures (argv:
-"ptx" and a JSON list of [capability, kernel, rank]); a process of its own. Prints JSON.
+"""Runs the Triton kernels in Triton's interpreter (argv: "interpret" and "all" or "few"), or compiles them for GPU
+architectures (argv: "ptx" and a JSON list of [capability, kernel, rank]); a process of its own. Prints JSON.
 
 The interpreter multiplies bf16 tiles wrongly, hence `upcast` there.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 
-def interpret() -> dict[str, Any]:
+def interpret(which: str) -> dict[str, Any]:
     from diffaccel.quantization.svdquant.linear import install
     from diffaccel.quantization.svdquant.math import Recipe, quantize_layer, reference_forward
     from diffaccel.quantization.svdquant.triton_run import run_triton, run_triton_int8
@@ -26,7 +26,9 @@ def interpret() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for precision in ("int4", "nvfp4"):
         for label, splits in {"one": (), "two": ((64, False), (136, True))}.items():
-            for rows, bias in ((5, True), (70, False)):
+            sizes = ((5, True), (70, False))
+            few = sizes[:1] if (label == "one") == (precision == "int4") else sizes[1:]
+            for rows, bias in sizes if which == "all" else few:
                 torch.manual_seed(0)
                 linear = nn.Linear(200, 70, bias=bias).requires_grad_(False)
                 x = torch.randn(1, rows, 200)
@@ -42,13 +44,14 @@ def interpret() -> dict[str, Any]:
                 def error(out: torch.Tensor, wanted: torch.Tensor = wanted) -> float:
                     return float((out.float() - wanted).norm() / wanted.norm())
 
+                half = run_triton(linear, x.bfloat16(), upcast=True)
                 found[f"{precision} {label} {rows}"] = {
                     "16": error(run_triton(linear, x, upcast=True)),
                     "8": error(run_triton_int8(linear, x, upcast=True)),
                     "strided": error(run_triton(linear, torch.cat((x, x), -1)[..., :200], upcast=True)),
                     "empty": list(run_triton(linear, x[:, :0], upcast=True).shape),
-                    "bf16": error(run_triton(linear, x.bfloat16(), upcast=True)),
-                    "dtype": str(run_triton(linear, x.bfloat16(), upcast=True).dtype),
+                    "bf16": error(half),
+                    "dtype": str(half.dtype),
                 }
     return found
 
@@ -85,6 +88,6 @@ def compiled(capability: int, kernel: str, rank: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1] == "interpret":
-        print(json.dumps(interpret()))
+        print(json.dumps(interpret(sys.argv[2])))
     else:
         print(json.dumps([compiled(*case) for case in json.loads(sys.argv[2])]))
