@@ -74,11 +74,14 @@ class Acceleration:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force; items carry what the last run measured."""
-        plan, report = self._decision.plan, self.report
-        if report is None:
-            return plan
-        return replace(plan, items=tuple(_measured(item, report) for item in plan.items))
+        """The plan in force; items carry what the last run measured, and who has taken their place since."""
+        plan, report, displaced = self._decision.plan, self.report, self.stack.displaced()
+        items = plan.items if report is None else tuple(_measured(item, report) for item in plan.items)
+        items = tuple(
+            replace(item, reason=f"stands down: {displaced[item.name]}") if item.name in displaced else item
+            for item in items
+        )
+        return replace(plan, items=items)
 
     @property
     def wishes(self) -> dict[str, Any]:
@@ -255,6 +258,8 @@ class Acceleration:
         for component, module in self.stack.modules.items():
             if getattr(module, "_cache_config", None) is not None:
                 run.note(f"diffusers' own cache is on {component}: what it reuses is shown as computed here")
+        for name, why in self.stack.displaced().items():
+            run.note(f"{name} stood down: {why}")
         if request is not None:
             run.rng_start = snapshots.rng_states(snapshots.generators_of(request[2]))
         completed = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.accelerator import Edit, Site, Target, Verdict
@@ -64,4 +64,32 @@ def attach_handler(
     except BaseException:
         undo()
         raise
-    return Edit(name, undo, begin_run=begin_run, relink=relink, stats=stats)
+
+    def displaced() -> str:
+        return in_words([interception for interception, _ in opened])
+
+    return Edit(name, undo, begin_run=begin_run, relink=relink, stats=stats, displaced=displaced)
+
+
+def in_words(interceptions: Sequence[Interception]) -> str:
+    """What has taken the place of a lever since it was attached, in a clause; "" where nothing has."""
+    layers = sum(len(interception.sites) for interception in interceptions)
+    kinds, backends = [], []
+    for interception in interceptions:
+        found = interception.displaced()
+        kinds += found[0]
+        backends += found[1]
+    said = []
+    if kinds:
+        named = ", ".join(sorted(set(kinds)))
+        said.append(
+            f"{len(kinds)} of {layers} attention layers were given a processor since that cannot be intercepted "
+            f"({named}); it stays until you set another one"
+        )
+    if backends:
+        named = ", ".join(sorted(set(backends)))
+        said.append(
+            f"{len(backends)} of {layers} attention layers were given another backend of diffusers since ({named}); "
+            "disable_attention() and enable it again to take its place"
+        )
+    return "; ".join(said)

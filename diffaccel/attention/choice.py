@@ -19,9 +19,8 @@ from ..errors import InvalidOptionError, MissingDependencyError, unknown
 from .attach import attach_handler, interceptable
 from .backends import AUTO, BACKENDS, Backend, unfit, unfit_call
 from .calls import Counts, Inputs, Where
+from .intercept import BACKEND
 from .processors import form, processors
-
-FIELD = "_attention_backend"
 
 
 def head_dim_of(attention: torch.nn.Module) -> int | None:
@@ -100,7 +99,7 @@ class AttentionBackend:
 
     @staticmethod
     def _is(processor: Any, backend: Backend) -> bool:
-        current = getattr(processor, FIELD, None)
+        current = getattr(processor, BACKEND, None)
         return backend.name == "native" if current is None else current.value == backend.diffusers_name
 
     def predict(self, target: Target) -> Mapping[str, Any]:

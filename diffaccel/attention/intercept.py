@@ -25,6 +25,7 @@ from .geometry import Geometry
 from .processors import form, functional, plain_class, processors, routed_class
 from .tokens import geometry_of
 
+BACKEND = "_attention_backend"  # attribute of diffusers' processors: a backend that was set by name, or None
 SITE = "_diffaccel_attention"  # attribute of an attention module: its `LayerSite`
 
 _SITES: weakref.WeakValueDictionary[int, LayerSite] = weakref.WeakValueDictionary()
@@ -34,8 +35,11 @@ _NUMBERS = itertools.count()
 class LayerSite:
     """One intercepted attention module. `token` names it inside compiled graphs, `counter` counts its calls there."""
 
-    def __init__(self, interception: Interception, name: str, layer: int, cross: bool) -> None:
-        self.interception, self.name, self.layer, self.cross = interception, name, layer, cross
+    def __init__(
+        self, interception: Interception, name: str, layer: int, attention: torch.nn.Module, processor: Any
+    ) -> None:
+        self.interception, self.name, self.layer, self.cross = interception, name, layer, _is_cross(attention)
+        self.backend = getattr(processor, BACKEND, None)  # what the user had set; another one takes our place
         number = next(_NUMBERS)
         self.token, self.counter = torch.tensor(number), torch.tensor(0)
         _SITES[number] = self
@@ -67,6 +71,7 @@ class Interception:
         self.call: Call | None = None  # the denoiser call in progress
         self.grid: Geometry | None = None
         self.sites: dict[str, LayerSite] = {}
+        self.routed: list[weakref.ref[Any]] = []
         self.layers = 0
 
     @host_edit
@@ -88,17 +93,41 @@ class Interception:
         for i, (name, attention, processor) in enumerate(found):
             if SITE not in vars(attention):
                 layer = blocks.get(".".join(name.split(".")[:2]), -1) if blocks else i
-                vars(attention)[SITE] = self.sites[name] = LayerSite(self, name, layer, _is_cross(attention))
+                site = vars(attention)[SITE] = LayerSite(self, name, layer, attention, processor)
+                self.sites[name] = site
             if plain_class(processor) is type(processor):
                 cls = routed_class(type(processor), _dispatch, _FUNCTIONAL, _enter)
                 object.__setattr__(processor, "__class__", cls)
+                self.routed.append(weakref.ref(processor))
+
+    def displaced(self) -> tuple[list[str], list[str]]:
+        """What has taken our place at attention layers since, one entry a layer.
+
+        Returns:
+            (classes of processors that cannot be intercepted, backends of diffusers that were set on ours).
+        """
+        kinds, backends = [], []
+        for _, attention, processor in processors(self.module):
+            site = vars(attention).get(SITE)
+            if site is None or site.interception is not self:
+                continue
+            if form(processor) is None:
+                kinds.append(type(processor).__name__)
+            elif _other_backend(site, processor):
+                backend = getattr(processor, BACKEND, None)
+                backends.append("the default" if backend is None else backend.value)
+        return kinds, backends
 
     @host_edit
     def close(self, root: RootHook) -> None:
         """Give every processor its class back."""
-        for _, attention, processor in processors(self.module):
-            if vars(attention).pop(SITE, None) is not None:
+        for _, attention, _ in processors(self.module):
+            vars(attention).pop(SITE, None)
+        for ref in self.routed:  # also those that another one has replaced since: the user may set them again
+            processor = ref()
+            if processor is not None:
                 object.__setattr__(processor, "__class__", plain_class(processor))
+        self.routed.clear()
         if self in root.listeners:
             root.listeners.remove(self)
         self.sites = {}
@@ -133,6 +162,11 @@ def blind(module: torch.nn.Module) -> list[str]:
     return [name for name, _, processor in processors(module) if form(processor) is None]
 
 
+def _other_backend(site: LayerSite, processor: Any) -> bool:
+    """Did the user choose another backend for this layer (`set_attention_backend`) since we are there?"""
+    return getattr(processor, BACKEND, None) is not site.backend
+
+
 def _is_cross(attention: Any) -> bool:
     """Does this module attend from one sequence to another? Joint attention over both is not cross."""
     joint = getattr(attention, "add_q_proj", None) is not None or getattr(attention, "added_kv_proj_dim", None)
@@ -147,7 +181,7 @@ def _enter(
 ) -> Any:
     """Run an intercepted processor, with its layer known to what it calls."""
     site = getattr(attn, SITE, None)
-    if site is None:  # a processor shared with a module outside of the denoiser
+    if site is None or _other_backend(site, processor):  # shared with a module outside of the denoiser, or displaced
         return plain(processor, attn, *args, **kw)
     if torch.compiler.is_compiling():
         _TRACED.token, _TRACED.counter = site.token, site.counter

@@ -40,16 +40,27 @@ def plain_class(processor: Any) -> type:
 
 def form(processor: Any) -> str | None:
     """How a processor computes attention: "dispatch", "sdpa", or None: in a way that cannot be intercepted."""
-    call = inspect.getattr_static(plain_class(processor), "__call__", None)
+    cls = plain_class(processor)
+    call = inspect.getattr_static(cls, "__call__", None)
     if not isinstance(call, types.FunctionType):
         return None
+    known = _FORMS.get(call)
+    if known is None:
+        known = _FORMS[call] = _form_of(call)
+    return known or None
+
+
+_FORMS: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()  # "": cannot be intercepted
+
+
+def _form_of(call: types.FunctionType) -> str:
     space = call.__globals__
     names = _names(call.__code__).union(*(_names(helper.__code__) for helper in _helpers(call).values()))
     if DISPATCH in names and DISPATCH in space:
         return "dispatch"
     if SDPA in names and isinstance(space.get("F"), types.ModuleType):
         return "sdpa"
-    return None
+    return ""
 
 
 def _helpers(call: types.FunctionType) -> dict[str, types.FunctionType]:

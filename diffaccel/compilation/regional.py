@@ -151,7 +151,10 @@ class RegionalCompile:
                 "graph_breaks": breaks - before.get("breaks", breaks),
             }
 
-        return Edit(self.name, undo, begin_run=begin_run, stats=stats)
+        def displaced() -> str:
+            return _displaced(target, [block for block, _, _ in done])
+
+        return Edit(self.name, undo, begin_run=begin_run, stats=stats, displaced=displaced)
 
     def _compile(self, block: torch.nn.Module) -> Any:
         return torch.compile(
@@ -208,6 +211,18 @@ def _users(block: torch.nn.Module) -> bool:
         return True
     compiled = compiled_body(block)
     return compiled is not None and not getattr(compiled, OURS, False)
+
+
+def _displaced(target: Target, done: list[torch.nn.Module]) -> str:
+    """What of the blocks that we compiled is not ours any more, in a clause."""
+    whole = next((name for name, module in _denoisers(target) if _compiled_whole(module)), None)
+    if whole is not None:
+        return f"{whole} was compiled as a whole since, and its blocks are inside that graph"
+    present = {id(block) for block in _blocks(target)}
+    theirs = sum(1 for block in done if id(block) not in present or _users(block))
+    if not theirs:
+        return ""
+    return f"{theirs} of {len(done)} blocks were compiled or replaced by somebody else since, and stay so"
 
 
 def _foreign_hook(target: Target) -> str | None:

@@ -97,6 +97,8 @@ class Edit:
     `end_run` is called on success, exception and interrupt alike and must free all per-run state. A `durable` edit
     uses nothing of the site: it stays in force while other levers around it change (quantizing a model again for each
     would take minutes). `no_undo` is asked before anything is undone, and says why this edit cannot be ("": it can).
+    `displaced` says who has taken this edit's place since, in a clause ("": nobody): what a user sets last wins, and
+    stays at undo.
     """
 
     name: str
@@ -109,6 +111,7 @@ class Edit:
     durable: bool = False
     no_undo: Callable[[], str] | None = None
     stats: Callable[[Run], Mapping[str, Any]] | None = None
+    displaced: Callable[[], str] | None = None
 
 
 @dataclass

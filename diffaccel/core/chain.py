@@ -201,8 +201,12 @@ class Link:
         if compiled is not None:
             self.compiled = compiled
             setattr(self.module, COMPILED, None)
-        if self.compiled is not None and not isinstance(self.body, _CompiledBody):
-            self._set_body(_CompiledBody(self.module, self.compiled, self.body))
+        body = self.body
+        if isinstance(body, _CompiledBody):
+            if compiled is not None:
+                body.compiled = compiled  # the user compiled it anew since
+        elif self.compiled is not None:
+            self._set_body(_CompiledBody(self.module, self.compiled, body))
 
     @host_edit
     def remove(self) -> None:

@@ -83,6 +83,11 @@ class Stack:
             getattr(pipe, name, None) is None or name in self.modules for name in self.target.spec.denoisers
         )
 
+    def displaced(self) -> dict[str, str]:
+        """By edit that something else has taken the place of since: what."""
+        asked = {edit.name: edit.displaced() for edit in self.edits if edit.displaced is not None}
+        return {name: why for name, why in asked.items() if why}
+
     @host_edit
     def relink(self) -> None:
         """Put back hooks that another library dropped since the last run (innermost first)."""

@@ -20,7 +20,7 @@ from .backends import BACKENDS, NATIVE, Recipe
 from .guard import Plain, Watch
 from .originals import Checkpoint, Originals
 from .policy import Policy, Selection, select, select_encoder
-from .swap import ON_META, Swapped, foreign, on_meta, users
+from .swap import ON_META, Swapped, foreign, on_meta, replaced_in_words, users
 from .weights import DYNAMIC, ScaledWeight
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
@@ -201,6 +201,7 @@ class QuantizedWeights:
             stats=state.stats,
             durable=True,
             no_undo=state.lost,
+            displaced=state.displaced,
         )
 
 
@@ -246,6 +247,11 @@ class _Attached:
     def lost(self) -> str:
         """Why it cannot be undone, if so."""
         return "; ".join(filter(None, (part.originals.lost() for part in self.parts.values())))
+
+    def displaced(self) -> str:
+        """Which layers hold another weight by now, in a clause."""
+        gone = [f"{name}.{layer}" for name, part in self.parts.items() for layer in part.replaced()]
+        return replaced_in_words(gone, sum(len(part.swaps) for part in self.parts.values()))
 
     def begin_run(self, run: Run) -> None:
         """Watch the first call of each denoiser."""

@@ -47,6 +47,17 @@ class Swapped:
         """Name of each quantized layer -> the layer."""
         return {swap.kept.name.removesuffix(".weight"): swap.layer for swap in self.swaps}
 
+    def replaced(self) -> list[str]:
+        """Names of the layers that are others by now, or hold a weight that is not quantized."""
+        found, present = [], dict(self.module.named_modules())
+        for swap in self.swaps:
+            name = swap.kept.name.removesuffix(".weight")
+            weight = swap.layer._parameters.get("weight")
+            same = weight is swap.quantized or type(weight) is type(swap.quantized)
+            if not same or present.get(name) is not swap.layer:
+                found.append(name)
+        return found
+
     def put_on(self, names: Sequence[str], convert: Convert) -> None:
         """Quantize the weights of the named layers. On an error nothing stays changed."""
         made: dict[int, nn.Parameter] = {}  # a parameter that two layers share is quantized once
@@ -93,6 +104,14 @@ def _quantized(name: str, parameter: nn.Parameter, convert: Convert) -> nn.Param
     if isinstance(scale, torch.Tensor) and not bool(torch.isfinite(scale).all()):
         raise UnsupportedModelError(f"the weight of {name} has values that are not finite: it cannot be scaled")
     return nn.Parameter(quantized, requires_grad=False)
+
+
+def replaced_in_words(names: Sequence[str], layers: int) -> str:
+    """A clause about quantized layers that somebody has replaced; "" where there is none."""
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{len(names)} of {layers} layers have other weights since ({names[0]}{more}), and compute with these"
 
 
 def users(module: nn.Module, names: Sequence[str]) -> frozenset[int]:

@@ -20,7 +20,7 @@ from ..base import _HOLDERS
 from ..originals import Checkpoint as Source
 from ..originals import Originals
 from ..policy import Policy
-from ..swap import users
+from ..swap import replaced_in_words, users
 from .backends import AUTO, BACKENDS, Chosen, choose
 from .calibration import DEFAULT_MAX_BYTES
 from .checkpoint import Checkpoint
@@ -173,7 +173,9 @@ class SvdQuant:
         """Quantize, or read the checkpoint, and exchange the layers in place; all or nothing."""
         state = _Attached(self, target)
         state.put_on()
-        return Edit(self.name, state.take_off, stats=state.stats, durable=True, no_undo=state.lost)
+        return Edit(
+            self.name, state.take_off, stats=state.stats, durable=True, no_undo=state.lost, displaced=state.displaced
+        )
 
 
 def _precision(source: Any) -> str | None:
@@ -229,6 +231,7 @@ def _misfit(source: Any, todo: list[Work]) -> str | None:
 class _Layer:
     """One exchanged layer."""
 
+    name: str
     linear: nn.Linear
     saved: Installed
     weight: nn.Parameter | None  # until it is put away
@@ -290,7 +293,7 @@ class _Attached:
         weight = linear.weight
         size = weight.numel() * weight.element_size()
         saved = install(linear, layer, chosen.backend, runner(chosen))
-        row = _Layer(linear, saved, weight, None, size)
+        row = _Layer(name, linear, saved, weight, None, size)
         self.done.setdefault(work.component, []).append(row)
         keep = self.originals[work.component]
         if keep.mode != originals.NO:  # else it goes when all layers are done: until then, undo must be possible
@@ -316,6 +319,17 @@ class _Attached:
         if any(row.kept is None for rows in self.done.values() for row in rows):
             return "keep_original='no' was asked for: load the pipeline anew"
         return "; ".join(filter(None, (one.lost() for one in self.originals.values())))
+
+    def displaced(self) -> str:
+        """Which layers are others by now, in a clause."""
+        rows = [(part, row) for part, rows in self.done.items() for row in rows]
+        modules = {part: dict(unwrap_module(getattr(self.target.pipe, part)).named_modules()) for part in self.done}
+        gone = [
+            f"{part}.{row.name}"
+            for part, row in rows
+            if not isinstance(row.linear, SvdQuantLinear) or modules[part].get(row.name) is not row.linear
+        ]
+        return replaced_in_words(gone, len(rows))
 
     def stats(self, run: Run) -> dict[str, Any]:
         """Layers, bytes before and now, and where the originals are."""
