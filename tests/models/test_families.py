@@ -45,9 +45,18 @@ def cached(pipe: Any, threshold: float = REUSE_ALL) -> Any:
     )
 
 
-@functools.cache
 def plain(name: str) -> Outputs:
-    """The latents of a pipeline never touched."""
+    """The latents of a pipeline never touched, computed on as many threads as are set now.
+
+    A convolution (the patch embedding of SD3 and Sana) and a matrix product with few rows (`addmm` in the time
+    embedding of Qwen-Image) split their sums by the number of threads: one thread and two differ in the last bit. On
+    any one number of threads a run equals itself.
+    """
+    return _plain(name, torch.get_num_threads())
+
+
+@functools.cache
+def _plain(name: str, threads: int) -> Outputs:
     return run(build(name), name)
 
 

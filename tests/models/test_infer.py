@@ -42,6 +42,19 @@ def test_a_known_family_gives_its_card(name: str) -> None:
     assert found.classes == (type(pipe.transformer).__name__,)
 
 
+@pytest.mark.parametrize("name", ["sana", "qwen"])
+def test_recording_changes_no_bit_on_two_threads(name: str) -> None:
+    """The two operations whose sums hang on the number of threads (see `plain`): the same number, the same bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        pipe = build(name)
+        with record(pipe.transformer):
+            assert_bits(run(pipe, name), plain(name))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_recording_leaves_no_trace() -> None:
     pipe = build("flux2")
     run(pipe, "flux2")
