@@ -31,7 +31,7 @@ from diffusers import AutoencoderKL, AutoencoderKLWan
 
 from diffaccel import attach, restore, testbed
 from diffaccel.testbed.build import pipeline
-from diffaccel.vae.exact.config import find_backend
+from diffaccel.vae.exact.backends import find_backend
 from diffaccel.vae.exact.live_bytes import LiveBytes
 from diffaccel.vae.layout import compression
 

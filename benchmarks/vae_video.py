@@ -23,7 +23,7 @@ from diffaccel import testbed
 from diffaccel.vae.exact import causal as exact_causal
 from diffaccel.vae.exact.causal_cost import Choice
 from diffaccel.vae.exact.live_bytes import LiveBytes
-from diffaccel.vae.row_ranges import strips
+from diffaccel.vae.tiles import strips
 
 OUT = Path(__file__).parent / "results" / "vae_video.json"
 Way = tuple[str, Callable[[], torch.Tensor], int | None]  # (name, decode, predicted bytes)

@@ -77,11 +77,13 @@ class Target:
     """What an accelerator is asked to act on. Refers to the pipeline weakly: hooks on a shared model that outlive
     their pipeline must not keep it alive."""
 
-    __slots__ = ("_pipe", "hardware", "spec")
+    __slots__ = ("_pipe", "hardware", "quantized_bytes", "spec")
 
     def __init__(self, pipe: Any, spec: ModelSpec, hardware: Hardware) -> None:
         self._pipe = weakref.ref(pipe)
         self.spec, self.hardware = spec, hardware
+        # By component, bytes of its weights once the quantization that is wished for is on (the planner says).
+        self.quantized_bytes: Mapping[str, int] = {}
 
     @property
     def pipe(self) -> Any:

@@ -30,13 +30,13 @@ class LoadHook:
         self.act(args)
 
 
-def watched(module: torch.nn.Module) -> bool:
+def has_foreign_hooks(module: torch.nn.Module) -> bool:
     """Does the module carry forward hooks other than `LoadHook`?"""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(not isinstance(hook, LoadHook) for hook in hooks)
 
 
-def inside(module: torch.nn.Module, body: Callable[..., Any], *args: Any) -> Any:
+def run_hooked(module: torch.nn.Module, body: Callable[..., Any], *args: Any) -> Any:
     """`body(*args)` in the place of `module.forward(*args)`, within the offload hooks of the module.
 
     `args` are tensors only: hooks send whatever they get to a device.
@@ -56,11 +56,11 @@ def inside(module: torch.nn.Module, body: Callable[..., Any], *args: Any) -> Any
     return output
 
 
-def observed(modules: Iterable[tuple[str, torch.nn.Module]]) -> str | None:
+def why_call_needed(modules: Iterable[tuple[str, torch.nn.Module]]) -> str | None:
     """Why the forward of one of these (name, module) pairs must really be called; None where it need not be."""
     for name, module in modules:
         state = vars(module)
-        if watched(module):
+        if has_foreign_hooks(module):
             return f"{name} ({type(module).__name__}) carries a forward hook, which strips would pass by"
         around = around_forward(module)
         if any(before is None for before, _ in around):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,10 +77,20 @@ def component_groups(pipe: Any, spec: ModelSpec, keep: Collection[str] = ()) -> 
     return made
 
 
-def component_sizes(pipe: Any, spec: ModelSpec, keep: Collection[str] = ()) -> list[Component]:
-    """The same as sizes, for predictions; kept components are there "always"."""
-    moving = component_groups(pipe, spec, keep)
-    found = [Component(group.name, group.stage, group.size_bytes, group.alternates) for group in moving]
+def component_sizes(
+    pipe: Any, spec: ModelSpec, keep: Collection[str] = (), quantized_bytes: Mapping[str, int] | None = None
+) -> list[Component]:
+    """The same as sizes, for predictions; kept components are there "always".
+
+    `quantized_bytes` are those of components whose weights will be quantized before they move.
+    """
+    moving, after = component_groups(pipe, spec, keep), quantized_bytes or {}
+    found = [
+        Component(
+            group.name, group.stage, min(group.size_bytes, after.get(group.name, group.size_bytes)), group.alternates
+        )
+        for group in moving
+    ]
     names = {name for group in moving for name in group.names}
     still = [module for name, module in modules_of(pipe) if name not in names]
     rest = bytes_of(pair for module in still for pair in tensors_of(unwrap_module(module)))

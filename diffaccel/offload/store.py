@@ -158,11 +158,12 @@ class DiskStore:
     def __init__(self, parent: str | os.PathLike[str] | None) -> None:
         self.parent = Path(parent or tempfile.gettempdir())
         try:
-            self.parent.mkdir(parents=True, exist_ok=True)
+            _make(self.parent)
             _sweep(self.parent)
             self.folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=self.parent))
             self._lock = _claim(self.folder)
         except OSError as error:
+            _unmake(self.parent)
             raise InvalidOptionError(f"offload_folder={str(self.parent)!r}: cannot write there ({error})") from None
         self._remove = weakref.finalize(self, _clear, self.folder, self._lock, os.getpid())
         self.count = 0
@@ -269,10 +270,37 @@ def _claim(folder: Path) -> int | None:
     return fd
 
 
+_MADE: set[Path] = set()  # folders that this process made for its stores, so that it may take them away again
+
+
+def _make(folder: Path) -> None:
+    """Make a folder, and those above it; what was not there before is remembered."""
+    folder = folder.absolute()
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    _MADE.update(missing)
+
+
+def _unmake(folder: Path) -> None:
+    """Remove the folders that `_make` made, as far up as they are empty: another store may still use them."""
+    folder = folder.absolute()
+    for place in (folder, *folder.parents):
+        if place not in _MADE:
+            return
+        try:
+            place.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return
+        _MADE.discard(place)
+
+
 def _clear(folder: Path, lock: int | None, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child that ends
     shutil.rmtree(folder, ignore_errors=True)
+    _unmake(folder.parent)
     if lock is not None:
         with contextlib.suppress(OSError):
             os.close(lock)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.accelerator import Accelerator, Target
+from ..core.accelerator import Accelerator, Fidelity, Target
 from ..core.compat import unwrap_module
 from ..errors import BudgetError, IncompatibleError
 from ..ledger.hardware import GIB
@@ -31,7 +32,11 @@ def judge(target: Target, budget: Budget, wishes: dict[str, Any], explicit: bool
         BudgetError: the weights do not fit into `memory_gib`, neither as wished; says what would.
     """
     place, wish = PLACES["offload"], wishes.get("offload")
+    if budget.memory_gib is None and wish not in place.ready:
+        return Judged(wishes, None)
     sizes = _sizes(target.pipe)
+    target.quantized_bytes = _quantized(target, budget, wishes)
+    sizes |= {name: min(sizes[name], size) for name, size in target.quantized_bytes.items() if name in sizes}
     whole = sum(sizes.values()) / GIB
     if wish in place.ready and not explicit:
         why = _not_needed(target, budget, whole)
@@ -49,10 +54,29 @@ def judge(target: Target, budget: Budget, wishes: dict[str, Any], explicit: bool
 
 def _sizes(pipe: Any) -> dict[str, int]:
     return {
-        name: sum(p.numel() * p.element_size() for p in unwrap_module(component).parameters())
+        name: sum(_bytes(p) for p in unwrap_module(component).parameters())
         for name, component in pipe.components.items()
         if isinstance(component, torch.nn.Module)
     }
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor; of one that wraps others (a quantized weight), theirs."""
+    inner = getattr(tensor, "__tensor_flatten__", None)
+    if inner is None or type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.numel() * tensor.element_size()
+    return sum(_bytes(getattr(tensor, name)) for name in inner()[0])
+
+
+def _quantized(target: Target, budget: Budget, wishes: dict[str, Any]) -> dict[str, int]:
+    """What the weights of each component will take under the quantization that is wished for, where it can act."""
+    wish = wishes.get("quantization")
+    if wish not in PLACES["quantization"].ready or wish in (None, False) or budget.min_psnr_db is not None:
+        return {}
+    lever = build("quantization", wish, wishes)
+    say: Callable[[Target], dict[str, int]] | None = getattr(lever, "bytes_after", None)
+    allowed = lever.fidelity.rank <= Fidelity(budget.fidelity).rank
+    return say(target) if say is not None and allowed and lever.check(target).ok else {}
 
 
 def _taken(sizes: dict[str, int], budget: Budget) -> str:

@@ -21,7 +21,7 @@ from .guard import Plain, Watch
 from .originals import Checkpoint, Originals
 from .policy import Policy, Selection, select, select_encoder
 from .swap import ON_META, Swapped, foreign, on_meta, replaced_in_words, users
-from .weights import DYNAMIC, ScaledWeight
+from .weights import DYNAMIC, ScaledWeight, tensor_bytes, weight_bytes
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 _POLICY = [f.name for f in fields(Policy) if f.name not in ("convs", "multiple_of")]
@@ -184,6 +184,15 @@ class QuantizedWeights:
             module = getattr(target.pipe, component, None)
             if isinstance(module, nn.Module):
                 yield component, module, select_encoder(module, Policy(multiple_of=policy.multiple_of))
+
+    def bytes_after(self, target: Target) -> dict[str, int]:
+        """Bytes of each model's weights once this is on: a byte per number of a quantized layer, a scale per row."""
+        found = {}
+        for component, module, selection in self._parts(target, self.recipe(target.hardware)):
+            weights = [module.get_submodule(name)._parameters["weight"] for name in selection.quantized]
+            saved = sum(tensor_bytes(w) - w.numel() - 4 * w.shape[0] for w in weights if w is not None)
+            found[component] = weight_bytes(module) - max(0, saved)  # quantized already: nothing is saved
+        return found
 
     def predict(self, target: Target) -> Mapping[str, Any]:
         """Nothing is promised without a measurement."""

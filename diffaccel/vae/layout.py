@@ -1,64 +1,20 @@
-"""How each autoencoder class of diffusers names its tiles, as data, and which values of them are sound.
+"""Which sizes of tiles are sound for an autoencoder, whatever it calls them (`models.vae.TILE_ATTRIBUTES`).
 
-diffusers has four namings and no check of any of them; a class that matches none can be tiled with its own sizes
-only.
+diffusers checks none of them; a class that names its tiles in no known way can be tiled with its own sizes only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.compat import unwrap_module
 from ..errors import InvalidOptionError
+from ..models.vae import TILE_ATTRIBUTES, Pair, TileAttributes, vae_card
 from .tiles import multiple, nearest_overlap
 
-Pair = tuple[str, str]  # (vertical, horizontal) attribute; the same name twice where one value serves both
 AXES = ("height", "width")
-
-_TILE: Pair = ("tile_sample_min_height", "tile_sample_min_width")
-_LATENT: Pair = ("tile_latent_min_height", "tile_latent_min_width")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Attributes of one naming: tile in pixels, tile in latents, and a stride in pixels or an overlap (0 to 1)."""
-
-    tile: Pair
-    latent: Pair
-    stride: Pair | None = None
-    overlap: Pair | None = None
-
-    def matches(self, attributes: Mapping[str, Any]) -> bool:
-        """Does an autoencoder with these instance attributes follow this naming?"""
-        return all(name in attributes for name in (*self.tile, *(self.stride or ()), *(self.overlap or ())))
-
-
-LAYOUTS = (
-    # Wan, Qwen-Image, HunyuanVideo, LTX, LTX2, Mochi, Magvit, DC
-    Layout(_TILE, _LATENT, stride=("tile_sample_stride_height", "tile_sample_stride_width")),
-    # CogVideoX, VidTok
-    Layout(_TILE, _LATENT, overlap=("tile_overlap_factor_height", "tile_overlap_factor_width")),
-    # HunyuanVideo 1.5
-    Layout(_TILE, _LATENT, overlap=("tile_overlap_factor", "tile_overlap_factor")),
-    # AutoencoderKL (FLUX, SD, SDXL), FLUX.2, KVAE, Tiny
-    Layout(
-        ("tile_sample_min_size", "tile_sample_min_size"),
-        ("tile_latent_min_size", "tile_latent_min_size"),
-        overlap=("tile_overlap_factor", "tile_overlap_factor"),
-    ),
-)
-
-# Classes whose tiled decoder is wrong at any setting, and how.
-BROKEN = {
-    "AutoencoderKLHunyuanImageRefiner": (
-        "its tiled decoder crops pixels by a size in latents and returns a picture of the wrong size "
-        "(huggingface/diffusers#13605)"
-    ),
-}
-
-# Classes whose tiled decoder is right and whose tiled encoder is not.
-ENCODE_RAISES = ("AutoencoderKLHunyuanImage",)  # it indexes pictures as if they were videos
 
 
 @dataclass(frozen=True)
@@ -82,12 +38,24 @@ class Tiling:
     latents: int | None = None  # longest video, in latent frames, that is not cut along time; None: none is
     along_time: str = ""  # what to tell of it
 
+    def cuts(self, shape: Sequence[int]) -> bool:
+        """Are latents of this shape [..., H, W] (a video: [B, C, T, H, W]) larger than a tile?"""
+        height, width = (size // self.ratio for size in self.tile)
+        longer = self.latents is not None and len(shape) == 5 and shape[2] > self.latents
+        return longer or shape[-2] > height or shape[-1] > width
+
+
+def vae_of(pipe: Any) -> Any:
+    """The pipeline's autoencoder, out of any torch.compile wrapper; None where it has none."""
+    vae = getattr(pipe, "vae", None)
+    return None if vae is None else unwrap_module(vae)
+
 
 def untileable(vae: Any) -> str | None:
     """Why this autoencoder cannot be tiled, in words after its class name; None when it can."""
-    name = type(vae).__name__
-    if name in BROKEN:
-        return BROKEN[name]
+    broken = vae_card(vae).broken
+    if broken:
+        return broken
     if not hasattr(vae, "enable_tiling") or "use_tiling" not in vars(vae):
         return "it has no tiling in diffusers"
     if not (hasattr(vae, "tiled_decode") or hasattr(vae, "_tiled_decode")):
@@ -108,6 +76,16 @@ def compression(vae: Any) -> int:
     return max(1, round(sample / latent)) if sample and latent else 8
 
 
+def compression_of_time(vae: Any) -> int:
+    """Frames per latent frame."""
+    for name in ("temporal_compression_ratio", "time_compression_ratio"):
+        value = vars(vae).get(name)
+        if isinstance(value, int):
+            return value
+    halvings = getattr(vae, "temperal_downsample", None)
+    return 2 ** sum(halvings) if halvings is not None else 4
+
+
 def tiling(attributes: Mapping[str, Any], ratio: int, sizes: Sizes) -> Tiling | None:
     """Sound sizes for an autoencoder with these tile attributes; None where its naming is unknown.
 
@@ -116,7 +94,7 @@ def tiling(attributes: Mapping[str, Any], ratio: int, sizes: Sizes) -> Tiling | 
     Raises:
         InvalidOptionError: a given size that would return a picture of the wrong size, with the nearest sound ones.
     """
-    layout = next((row for row in LAYOUTS if row.matches(attributes)), None)
+    layout = next((row for row in TILE_ATTRIBUTES if row.matches(attributes)), None)
     if layout is None:
         if sizes != Sizes():
             raise InvalidOptionError("the sizes of its tiles are fixed; call without sizes")
@@ -156,7 +134,7 @@ def _check(name: str, value: int, ratio: int, most: int | None = None) -> int:
 
 
 def _tiles(
-    layout: Layout, attributes: Mapping[str, Any], ratio: int, sizes: Sizes, notes: list[str]
+    layout: TileAttributes, attributes: Mapping[str, Any], ratio: int, sizes: Sizes, notes: list[str]
 ) -> tuple[int, int]:
     given = sizes.tile
     if layout.tile[0] == layout.tile[1]:
@@ -181,7 +159,7 @@ def _tiles(
 
 def _strides(
     names: Pair,
-    layout: Layout,
+    layout: TileAttributes,
     attributes: Mapping[str, Any],
     ratio: int,
     sizes: Sizes,

@@ -251,3 +251,43 @@ def test_shared_memory_is_found() -> None:
     found = {names[i] for i in shared_between([model], blocks)}
     assert found == {"1.weight", "2.bias", "3.bias", "3.weight"}
     assert shared_between([torch.nn.ModuleList([torch.nn.Linear(2, 2)])], []) == set()
+
+
+def test_new_nested_folders_go_with_the_last_store(tmp_path: Path) -> None:
+    """F11: folders that a store made go when they are empty; what was there before, or holds a user's file, stays."""
+    (tmp_path / "there").mkdir()
+    nested = tmp_path / "there" / "new" / "deep"
+    first, second = DiskStore(nested), DiskStore(nested)
+    first.close()
+    assert nested.is_dir(), "the second one uses it"
+    second.close()
+    assert list((tmp_path / "there").iterdir()) == []
+    third = DiskStore(nested)
+    (nested.parent / "mine.txt").write_text("mine")
+    third.close()
+    assert [path.name for path in (tmp_path / "there" / "new").iterdir()] == ["mine.txt"]
+    again = DiskStore(tmp_path / "there")
+    again.close()
+    assert (tmp_path / "there").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["layerwise", "stage"])
+def test_an_offload_leaves_no_folder(kind: str, tmp_path: Path) -> None:
+    from diffaccel import accelerate, restore
+    from tests import tiny
+
+    pipe = tiny.build("flux")
+    accelerate(pipe, None, strict=True, offload=kind, offload_store="disk", offload_folder=str(tmp_path / "a" / "b"))
+    assert (tmp_path / "a" / "b").is_dir()
+    restore(pipe)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_used_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> str:
+        raise OSError("no space")
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    with pytest.raises(InvalidOptionError, match="no space"):
+        DiskStore(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []

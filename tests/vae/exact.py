@@ -13,7 +13,7 @@ from tests.tiny import redraw_zeros
 from tests.vae import vaes
 
 ITEM = "vae.tiling"
-SEAM = {"_decode", "_encode"}  # attributes of a VAE during a run
+SEAM = {"_decode", "_encode"}  # attributes of a VAE while exact strips are on
 
 
 @functools.cache

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from diffaccel import InvalidOptionError, attach, plan, restore
-from diffaccel.vae.blended.frames import FRAME_LAYOUTS, WHOLE, frame_tiling
+from diffaccel.models.vae import VAES
+from diffaccel.vae.blended.frames import frame_tiling
 from diffaccel.vae.layout import compression
 from tests.vae import vaes
 from tests.vae.test_blended import flux_with, tile_state
@@ -95,18 +96,46 @@ def test_the_blend_of_encoded_tiles_is_counted_in_latents(monkeypatch: pytest.Mo
     assert seen == [1, 4], "decoded tiles overlap by frames"
 
 
-def test_ltx_joins_its_tiles_one_frame_late() -> None:
-    """What the plan warns of: diffusers' own tiles fit better to the untiled video moved by one frame."""
-    vae = vaes.ltx().eval()
-    pipe = attach(flux_with(vae))
-    generator = torch.Generator().manual_seed(0)
-    ends = torch.randn(1, 4, 3, 4, 4, generator=generator)
-    z = torch.nn.functional.interpolate(ends, size=(9, 4, 4), mode="trilinear", align_corners=True)
-    whole = vae.decode(z).sample
-    pipe.enable_vae_tiling(tile_frames=16, stride_frames=8)
-    assert "one frame late" in pipe.acceleration.plan.item("vae.tiling").reason
-    tiled = vae.decode(z).sample
-    assert psnr_db(tiled[:, :, 10:], whole[:, :, 9:-1]) > psnr_db(tiled[:, :, 10:], whole[:, :, 10:]) + 3
+def ltx2() -> Any:
+    return diffusers.AutoencoderKLLTX2Video(
+        latent_channels=4, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8),
+        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 4, patch_size=1,
+        spatio_temporal_scaling=(True, True, False, False), decoder_spatio_temporal_scaling=(True, True, False),
+        decoder_inject_noise=(False,) * 4, downsample_type=("conv",) * 4, upsample_residual=(False,) * 3,
+        upsample_factor=(1,) * 3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("make", [vaes.ltx, ltx2])
+def test_ltx_tiles_are_joined_where_they_belong(make: Any, batch: int, dtype: torch.dtype) -> None:
+    """F14. Negative control: diffusers' own tiles fit better to the untiled video moved by one frame; ours do not."""
+    torch.manual_seed(0)
+    vae = make().eval().to(dtype)
+    ratio = vae.temporal_compression_ratio
+    ends = torch.randn(batch, 4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    z = torch.nn.functional.interpolate(ends, size=(9, 4, 4), mode="trilinear", align_corners=True).to(dtype)
+    whole = vae.decode(z).sample.float()
+    first = 2 * ratio + 2  # behind the first tile
+    vae.use_framewise_decoding, vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames = (
+        True, 4 * ratio, 2 * ratio,
+    )  # fmt: skip
+    own = vae.decode(z).sample.float()
+    vae.use_framewise_decoding = False
+    late = psnr_db(own[:, :, first:], whole[:, :, first:])
+    assert psnr_db(own[:, :, first:], whole[:, :, first - 1 : -1]) > late + 1
+    pipe = attach(flux_with(vae)).enable_vae_tiling(tile_frames=4 * ratio, stride_frames=2 * ratio)
+    assert "joined where they belong" in pipe.acceleration.plan.item("vae.tiling").reason
+    tiled = vae.decode(z).sample.float()
+    assert tiled.shape == whole.shape and torch.equal(tiled[:, :, : 2 * ratio], own[:, :, : 2 * ratio])
+    there, moved = (psnr_db(tiled[:, :, first:], part) for part in (whole[:, :, first:], whole[:, :, first - 1 : -1]))
+    assert there > moved + 1 and there > late + 1
+    restore(pipe)
+    vae.use_framewise_decoding, vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames = (
+        True, 4 * ratio, 2 * ratio,
+    )  # fmt: skip
+    assert torch.equal(vae.decode(z).sample.float(), own) and "_temporal_tiled_decode" not in vars(vae)
 
 
 @pytest.mark.parametrize("name", ["wan", "qwen", "kl", "hunyuan15"])
@@ -162,11 +191,11 @@ def test_unsound_sizes_of_the_class_are_moved() -> None:
         "tile_sample_min_num_frames": 18, "tile_sample_stride_num_frames": 10,
         "use_framewise_decoding": True, "use_framewise_encoding": True,
     }  # fmt: skip
-    made = frame_tiling("AutoencoderKLHunyuanVideo", own, 4, None, None)
+    made = frame_tiling(VAES["AutoencoderKLHunyuanVideo"], own, 4, None, None)
     assert made.settings == {"tile_sample_min_num_frames": 16, "tile_sample_stride_num_frames": 8}
     assert len(made.notes) == 1 and "18 -> 16" in made.notes[0]
     off = own | {"use_framewise_decoding": False, "use_framewise_encoding": False}
-    assert frame_tiling("AutoencoderKLHunyuanVideo", off, 4, None, None).settings == {}
+    assert frame_tiling(VAES["AutoencoderKLHunyuanVideo"], off, 4, None, None).settings == {}
 
 
 def test_a_short_picture_of_many_frames_counts_as_tiled() -> None:
@@ -180,5 +209,5 @@ def test_a_short_picture_of_many_frames_counts_as_tiled() -> None:
     assert pipe.acceleration.report.stats["vae.tiling"] == {"decodes": 1, "tiled": 0}
 
 
-def test_every_class_of_the_tables_exists() -> None:
-    assert all(hasattr(diffusers, name) for name in (*FRAME_LAYOUTS, *WHOLE))
+def test_every_class_of_the_table_exists() -> None:
+    assert all(hasattr(diffusers, name) or hasattr(diffusers.models.autoencoders, name) for name in VAES)

@@ -13,11 +13,11 @@ import torch
 
 from diffaccel import InvalidOptionError, UnsupportedModelError
 from diffaccel.vae.exact import causal as exact_causal
-from diffaccel.vae.exact.causal_cost import Choice, choose
+from diffaccel.vae.exact.causal_cost import Choice, choose_cut
 from diffaccel.vae.exact.causal_cuts import gates, reached
 from diffaccel.vae.exact.live_bytes import LiveBytes
 from diffaccel.vae.exact.replace_input import STUB, ReplaceInput, Untouched
-from diffaccel.vae.row_ranges import strips
+from diffaccel.vae.tiles import strips
 from tests.vae import vaes
 
 
@@ -146,7 +146,7 @@ def test_decode_chooses_a_cut_and_is_bit_equal(name: str) -> None:
     for mode in exact_causal.MODES:
         for rows in (None, 3, 33):
             assert torch.equal(exact_causal.decode(vae, z, rows=rows, mode=mode), whole), (mode, rows)
-            cuts.add(choose(vae, tuple(z.shape), rows or 9, mode, 4, False, {}).cut)
+            cuts.add(choose_cut(vae, tuple(z.shape), rows or 9, mode, 4, False, {}).cut)
     assert len(cuts) > 1, "nothing was cut"
 
 
@@ -165,7 +165,7 @@ def test_encode_gives_the_moments_of_plain(name: str, frames: int) -> None:
                 got = exact_causal.encode(vae, x, rows=rows, mode="low")
             assert got.shape == moments.shape and (got - moments).abs().max() <= 2e-6, (size, rows)
             shape = tuple(x.shape)
-            assert size[0] == ratio or choose(vae, shape, rows, "low", 4, True, {}).cut == 0, "nothing was cut"
+            assert size[0] == ratio or choose_cut(vae, shape, rows, "low", 4, True, {}).cut == 0, "nothing was cut"
             said = exact_causal.peak_bytes(vae, shape, rows=rows, mode="low", encode=True)
             assert live.peak_bytes <= 1.02 * said
 
@@ -211,7 +211,7 @@ def test_where_no_cut_saves_anything_none_is_made() -> None:
     """HunyuanVideo 1.5 attends over all frames at once: with so narrow up blocks that is the peak."""
     vae = build("hunyuan15")
     shape = (1, 4, 5, 60, 3)
-    assert choose(vae, shape, 8, "low", 4, False, {}).cut is None
+    assert choose_cut(vae, shape, 8, "low", 4, False, {}).cut is None
     assert exact_causal.peak_bytes(vae, shape, rows=8, mode="low") == exact_causal.peak_bytes(vae, shape, rows=60)
 
 

@@ -159,8 +159,15 @@ class LayerwiseOffload:
             BudgetError, IncompatibleError: as `check` refuses.
         """
         seen = find_blocks(target)
+        away = seen.total_bytes - self.divide(seen).resident_bytes
+        sizes = {name: bytes_of(tensors_of(unwrap_module(module))) for name, module in modules_of(target.pipe)}
         whole = bytes_of(pair for _, module in modules_of(target.pipe) for pair in tensors_of(unwrap_module(module)))
-        return whole - seen.total_bytes + self.divide(seen).resident_bytes
+        after = {name: min(sizes[name], size) for name, size in target.quantized_bytes.items() if name in sizes}
+        moving = set(
+            seen.components
+        )  # quantized, the blocks that are away are smaller too, about as much as their model
+        share = sum(after.get(name, sizes[name]) for name in moving) / sum(sizes[name] for name in moving)
+        return whole - sum(sizes[name] - size for name, size in after.items()) - round(away * share)
 
     def predict(self, target: Target) -> Mapping[str, Any]:
         """Bytes, from the weights as they are."""

@@ -16,6 +16,7 @@ from ...core.accelerator import DEVICE, Target
 from ...core.chain import Hook, Link, install
 from ...core.compat import foreign_offload, is_fake, unwrap_module
 from ...core.hooked_forward import LoadHook
+from ...core.method_layers import add_layer
 from ...core.run import Run, current_run
 from ...errors import DiffaccelError
 from ..components import component_groups, component_sizes, is_text_encoder, modules_of
@@ -33,7 +34,6 @@ HOOK = "offload.stage"
 # Methods by which pipelines call components other than as a whole. What is called by none of these (a submodule,
 # say) is seen by the modules inside, which bring their component in as well.
 METHODS = ("encode", "decode", "generate", "get_text_features", "get_image_features")
-_ABSENT = object()
 # A StageAttached lives as long as the hooks that call it; held here, it would keep its modules alive.
 _HOLDERS: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[StageAttached]] = weakref.WeakKeyDictionary()
 
@@ -122,7 +122,9 @@ class StageAttached:
         if lever.text_store is not None:
             self.cache = TextCache(self.cache.memory, FileStore(lever.text_store))
         device = indexed(lever.compute_device(pipe))
-        placement, _ = lever.place(component_sizes(pipe, self.target.spec, lever.keep), device.type)
+        placement, _ = lever.place(
+            component_sizes(pipe, self.target.spec, lever.keep, self.target.quantized_bytes), device.type
+        )
         store = (
             DiskStore(lever.folder) if placement.store == "disk" else HostStore(lever.pin and device.type == "cuda")
         )
@@ -190,24 +192,10 @@ class StageAttached:
                 self.undos.append(child.register_forward_pre_hook(LoadHook(load)).remove)
 
     def _wrap(self, group: Group, module: torch.nn.Module, method: str) -> Callable[[], None]:
-        own = vars(module).get(method, _ABSENT)
-        fn = getattr(module, method)
+        def resident(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return self._call(group, functools.partial(below, *args, **kwargs))
 
-        @functools.wraps(fn)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return self._call(group, functools.partial(fn, *args, **kwargs))
-
-        vars(module)[method] = wrapped
-
-        def undo() -> None:
-            if vars(module).get(method) is not wrapped:
-                return  # somebody put theirs over it: theirs goes on calling ours, which lets everything through
-            if own is _ABSENT:
-                del vars(module)[method]
-            else:
-                vars(module)[method] = own
-
-        return undo
+        return add_layer(module, method, resident)
 
     # ---- calls -----------------------------------------------------------------------------------------
 

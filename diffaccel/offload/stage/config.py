@@ -125,7 +125,7 @@ class StageOffload:
         Raises:
             BudgetError: as `place`.
         """
-        found = component_sizes(target.pipe, target.spec, self.keep)
+        found = component_sizes(target.pipe, target.spec, self.keep, target.quantized_bytes)
         return self.place(found, self._kind(target))[1].device_bytes
 
     def check(self, target: Target) -> Verdict:
@@ -161,7 +161,7 @@ class StageOffload:
 
     def _fits(self, target: Target, kind: str) -> Verdict:
         try:
-            found = component_sizes(target.pipe, target.spec, self.keep)
+            found = component_sizes(target.pipe, target.spec, self.keep, target.quantized_bytes)
             placement, peak = self.place(found, kind)
         except IncompatibleError as error:
             return Verdict.refuse(str(error), IncompatibleError)
@@ -200,7 +200,7 @@ class StageOffload:
 
     def predict(self, target: Target) -> Mapping[str, Any]:
         """Peaks of weights on device and host, computed from their sizes; the time is unmeasured."""
-        found = component_sizes(target.pipe, target.spec, self.keep)
+        found = component_sizes(target.pipe, target.spec, self.keep, target.quantized_bytes)
         placement, peak = self.place(found, self._kind(target))
         return {
             "weights_gib": round(peak.device_bytes / GIB, 4),

@@ -21,6 +21,7 @@ from ..originals import Checkpoint as Source
 from ..originals import Originals
 from ..policy import Policy
 from ..swap import replaced_in_words, users
+from ..weights import tensor_bytes, weight_bytes
 from .backends import AUTO, BACKENDS, Chosen, choose
 from .calibration import DEFAULT_MAX_BYTES
 from .checkpoint import Checkpoint
@@ -164,6 +165,22 @@ class SvdQuant:
         if self.calibration:
             return f"calibrated on {len(self.calibration)} prompts now"
         return "not calibrated (nothing smoothed: give calibration=prompts, or a checkpoint of `diffaccel quantize`)"
+
+    def bytes_after(self, target: Target) -> dict[str, int]:
+        """Bytes of each denoiser's weights once this is on: four bits a number, scales, low-rank factors."""
+        found = {}
+        for work in works(target.pipe, target.spec, self.settings()):
+            found[work.component] = weight_bytes(work.module)
+            for job in work.jobs:
+                for name in job.names:
+                    weight = work.module.get_submodule(name)._parameters.get("weight")
+                    if weight is None:
+                        continue  # quantized already
+                    rows, columns = weight.shape
+                    scales = rows * columns // 16 if self.precision == "nvfp4" else 2 * (rows * columns // 64)
+                    factors = 2 * self.rank * (rows + columns) + 2 * columns
+                    found[work.component] += rows * columns // 2 + scales + factors - tensor_bytes(weight)
+        return found
 
     def predict(self, target: Target) -> Mapping[str, Any]:
         """Nothing is promised without a measurement."""

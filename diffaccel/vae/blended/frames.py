@@ -1,4 +1,4 @@
-"""Tiles along time: how each video autoencoder of diffusers names them, as data, and which values are sound.
+"""Tiles along time: which values are sound for an autoencoder (`models.vae` has the classes).
 
 Four kinds: overlapping, blended tiles behind a switch; batches of frames joined by the convolutions' caches; decoders
 that go frame by frame by definition; and those that take all frames at once.
@@ -11,50 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import InvalidOptionError
+from ...models.vae import FrameAttributes, VaeCard
 from ..tiles import multiple
-
-
-@dataclass(frozen=True)
-class FrameLayout:
-    """Attributes that hold frames per tile and per step (of the video), or frames and latents per batch."""
-
-    tile: str | None = None
-    stride: str | None = None
-    switches: tuple[str, ...] = ()
-    batch: str | None = None  # frames of the video
-    latent_batch: str | None = None
-    multiple: int = 1  # latent frames that a size must be a multiple of
-    warning: str = ""
-
-
-_BLENDED: dict[str, Any] = {
-    "tile": "tile_sample_min_num_frames",
-    "stride": "tile_sample_stride_num_frames",
-    "switches": ("use_framewise_decoding", "use_framewise_encoding"),
-}
-_BATCHES: dict[str, Any] = {"batch": "num_sample_frames_batch_size", "latent_batch": "num_latent_frames_batch_size"}
-_LATE = "diffusers joins its decoded tiles one frame late: after the first tile every frame comes one frame later"
-
-FRAME_LAYOUTS: dict[str, FrameLayout] = {
-    "AutoencoderKLCogVideoX": FrameLayout(**_BATCHES, multiple=2),  # a single latent frame would make one frame
-    "AutoencoderKLHunyuanVideo": FrameLayout(**_BLENDED),
-    "AutoencoderKLLTX2Video": FrameLayout(**_BLENDED, warning=_LATE),
-    "AutoencoderKLLTXVideo": FrameLayout(**_BLENDED, warning=_LATE),
-    "AutoencoderKLMagvit": FrameLayout(**_BATCHES),
-}
-
-_BY_FRAME = "it takes one latent frame after the other by definition, so there is nothing left to cut along time"
-
-# Classes that cannot be cut along time, and why.
-WHOLE: dict[str, str] = {
-    "AutoencoderKLHunyuanVideo15": "it takes all frames at once, and diffusers has no tiles along time for it",
-    "AutoencoderKLMochi": (
-        "its frame batches need another padding in every convolution, a switch of diffusers without a way back, and "
-        "its encoder attends over all frames"
-    ),
-    "AutoencoderKLQwenImage": _BY_FRAME,
-    "AutoencoderKLWan": _BY_FRAME,
-}
 
 
 @dataclass(frozen=True)
@@ -68,21 +26,21 @@ class FrameTiling:
 
 
 def frame_tiling(
-    name: str, attributes: Mapping[str, Any], ratio: int, tile: int | None, stride: int | None
+    card: VaeCard, attributes: Mapping[str, Any], ratio: int, tile: int | None, stride: int | None
 ) -> FrameTiling:
-    """Sound tiles along time for the class `name` with these attributes, at `ratio` frames per latent frame.
+    """Sound tiles along time for an autoencoder with these attributes, at `ratio` frames per latent frame.
 
     With neither size given, the class's own stay as they are, moved to sound ones where its tiles are on.
 
     Raises:
         InvalidOptionError: a size that cannot act or would give a video of the wrong length.
     """
-    layout = FRAME_LAYOUTS.get(name)
+    layout = card.frames
     given = "tile_frames" if tile is not None else "stride_frames"
     if layout is None:
         if tile is None and stride is None:
             return FrameTiling()
-        why = WHOLE.get(name, "it has no tiles along time in diffusers")
+        why = card.whole or "it has no tiles along time in diffusers"
         raise InvalidOptionError(f"{given}={tile if tile is not None else stride}: {why}")
     unit = ratio * layout.multiple
     for label, value in (("tile_frames", tile), ("stride_frames", stride)):
@@ -98,7 +56,7 @@ def frame_tiling(
 
 
 def _batches(
-    layout: FrameLayout, attributes: Mapping[str, Any], ratio: int, tile: int | None, stride: int | None
+    layout: FrameAttributes, attributes: Mapping[str, Any], ratio: int, tile: int | None, stride: int | None
 ) -> FrameTiling:
     assert layout.batch is not None and layout.latent_batch is not None
     if stride is not None and stride != (tile or attributes[layout.batch]):
@@ -113,7 +71,7 @@ def _batches(
 
 
 def _blended(
-    layout: FrameLayout, attributes: Mapping[str, Any], ratio: int, tile: int | None, stride: int | None
+    layout: FrameAttributes, attributes: Mapping[str, Any], ratio: int, tile: int | None, stride: int | None
 ) -> FrameTiling:
     assert layout.tile is not None and layout.stride is not None
     own_tile, own_stride = attributes[layout.tile], attributes[layout.stride]
@@ -139,6 +97,4 @@ def _blended(
         )
         if free and own != new
     )
-    warning = f" ({layout.warning})" if layout.warning else ""
-    words = f"{sound} frames per tile, one every {step}{warning}"
-    return FrameTiling(settings, sound // ratio, words, notes)
+    return FrameTiling(settings, sound // ratio, f"{sound} frames per tile, one every {step}", notes)

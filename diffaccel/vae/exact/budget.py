@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ...errors import BudgetError
 from ..layout import compression
 
-if TYPE_CHECKING:
-    from .config import ExactVae
-
 MIB = 2**20
 SMALLEST = 8  # latents along a side: a budget that does not even do for this is refused when it is asked for
+
+
+class Limits(Protocol):
+    """What was asked for: mode ("auto", "fast", "low"), rows per strip and bytes at most (None: no limit)."""
+
+    @property
+    def mode(self) -> str:
+        """ "auto", "fast" or "low"."""
+
+    @property
+    def rows(self) -> int | None:
+        """Latent rows of a strip."""
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Bytes of live tensors."""
 
 
 @dataclass(frozen=True)
@@ -26,38 +39,38 @@ class Choice:
     bytes: int
 
 
-def choose(
-    lever: ExactVae, backend: Any, vae: Any, shape: tuple[int, ...], itemsize: int, *, encode: bool = False
+def choose_strips(
+    limits: Limits, backend: Any, vae: Any, shape: tuple[int, ...], itemsize: int, *, encode: bool = False
 ) -> Choice:
-    """The fastest choice within `lever.max_bytes` for z (or pictures) of `shape`; without a budget the fastest.
+    """The fastest choice within `limits.max_bytes` for z (or pictures) of `shape`; without a budget the fastest.
 
     Raises:
         BudgetError: none fits; names the least possible.
     """
     least: Choice | None = None
-    for mode, rows in _candidates(lever, backend, vae, shape, encode):
+    for mode, rows in _candidates(limits, backend, vae, shape, encode):
         size = backend.peak_bytes(vae, shape, rows=rows, mode=mode, itemsize=itemsize, encode=encode)
-        if lever.max_bytes is None or size <= lever.max_bytes:
+        if limits.max_bytes is None or size <= limits.max_bytes:
             return Choice(mode, rows, size)
         if least is None or size < least.bytes:
             least = Choice(mode, rows, size)
-    assert least is not None and lever.max_bytes is not None
-    asked = lever.mode not in ("auto", backend.MODES[-1])
+    assert least is not None and limits.max_bytes is not None
+    asked = limits.mode not in ("auto", backend.MODES[-1])
     raise BudgetError(
-        f"max_bytes={lever.max_bytes}: to {'encode' if encode else 'decode'} {size_in_words(vae, shape, encode)} "
+        f"max_bytes={limits.max_bytes}: to {'encode' if encode else 'decode'} {size_in_words(vae, shape, encode)} "
         f"takes at least {least.bytes} bytes ({least.bytes / MIB:.1f} MiB, mode={least.mode!r}, rows={least.rows})"
-        + (f"; mode={lever.mode!r} was asked for" if asked else "")
+        + (f"; mode={limits.mode!r} was asked for" if asked else "")
     )
 
 
 def _candidates(
-    lever: ExactVae, backend: Any, vae: Any, shape: tuple[int, ...], encode: bool
+    limits: Limits, backend: Any, vae: Any, shape: tuple[int, ...], encode: bool
 ) -> Iterator[tuple[str, int]]:
     """(mode, rows), likely fastest first."""
-    for mode in backend.MODES if lever.mode == "auto" else (lever.mode,):
-        rows = lever.rows or backend.default_rows(vae, shape, encode=encode)
+    for mode in backend.MODES if limits.mode == "auto" else (limits.mode,):
+        rows = limits.rows or backend.default_rows(vae, shape, encode=encode)
         yield mode, rows
-        while lever.rows is None and rows > 1:
+        while limits.rows is None and rows > 1:
             rows //= 2
             yield mode, rows
 
@@ -76,7 +89,7 @@ def size_in_words(vae: Any, shape: tuple[int, ...], encode: bool = False) -> str
 
 
 def expected(pipe: Any, vae: Any, request: Any) -> tuple[int, ...] | None:
-    """Shape of the latents (one picture) that a call of the pipeline will decode; None where it cannot be told.
+    """Shape of the latents that a call of the pipeline will decode at once; None where it cannot be told.
 
     Args:
         request: ((call, pipe), args, kwargs) of the call, or None for a call with no arguments.
@@ -100,7 +113,19 @@ def expected(pipe: Any, vae: Any, request: Any) -> tuple[int, ...] | None:
         return None
     ratio = compression(vae)
     frames = arguments.get("num_frames")
-    return _latent_shape(vae, -(-height // ratio), -(-width // ratio), frames if isinstance(frames, int) else 1)
+    shape = _latent_shape(vae, -(-height // ratio), -(-width // ratio), frames if isinstance(frames, int) else 1)
+    return (1 if getattr(vae, "use_slicing", False) else _batch(arguments), *shape[1:])
+
+
+def _batch(arguments: Mapping[str, Any]) -> int:
+    """How many pictures a call makes: its prompts times the pictures for each."""
+    prompt, embeds = arguments.get("prompt"), arguments.get("prompt_embeds")
+    if isinstance(prompt, (list, tuple)):
+        prompts = len(prompt)
+    else:
+        prompts = embeds.shape[0] if prompt is None and embeds is not None else 1
+    each = arguments.get("num_images_per_prompt", arguments.get("num_videos_per_prompt", 1))
+    return max(1, prompts) * (each if isinstance(each, int) and each > 0 else 1)
 
 
 def _latent_shape(vae: Any, height: int, width: int, frames: int) -> tuple[int, ...]:

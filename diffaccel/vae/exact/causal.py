@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from ...core.compat import COMPILED, REGISTRY, vae_decode, vae_encode
-from ...core.hooked_forward import HF_HOOK, watched
+from ...core.hooked_forward import HF_HOOK, has_foreign_hooks
 from ...errors import InvalidOptionError, UnsupportedModelError
+from ...models.vae import VAES, vae_card
 from ..layout import compression
-from ..row_ranges import with_halo
-from .causal_cost import Choice, choose, costs
+from ..tiles import with_halo
+from .causal_cost import Choice, choose_cut, costs
 from .causal_cuts import Reached, gates, reached, weights_of
 from .replace_input import STUB, ReplaceInput, Untouched, stub
 
@@ -25,14 +26,6 @@ NAME = "causal"
 MODES = ("fast", "low")
 PITCH_NOTE = "strips with as many lines of their neighbours as the decoder can see, the frame cache kept per strip"
 
-# Tested classes: the decoder is a mid block and then `up_blocks`, the encoder is blocks and then a `mid_block`.
-CLASSES = (
-    "AutoencoderKLHunyuanVideo15",
-    "AutoencoderKLLTX2Video",
-    "AutoencoderKLLTXVideo",
-    "AutoencoderKLQwenImage",
-    "AutoencoderKLWan",
-)
 STATISTICS = (torch.nn.GroupNorm, torch.nn.modules.batchnorm._NormBase)
 
 
@@ -48,14 +41,14 @@ def supports(vae: Any) -> str | None:
             f"{norms} norms of its up blocks take their statistics over the whole map, each after the one before it: "
             "strips would have to be run once per norm"
         )
-    if type(vae).__name__ not in CLASSES:
+    if type(vae).__name__ not in VAES or vae_card(vae).strips != NAME:
         return "strips have not been tested with its class"
     if not hasattr(encoder, "mid_block"):
         return "its encoder has no mid block"
     for name, module in vae.named_modules():
         if getattr(module, COMPILED, None) is not None or hasattr(module, "_orig_mod"):
             return f"{name or 'the autoencoder'} is compiled, and a compiled graph runs past the cut"
-        if module is not vae and watched(module):
+        if module is not vae and has_foreign_hooks(module):
             return f"{name} carries a forward hook, which would see strips"
         if module is not vae and (HF_HOOK in vars(module) or getattr(vars(module).get(REGISTRY), "hooks", None)):
             return f"hooks move the weights of {name} (offload), and would once for every frame of every strip"
@@ -98,7 +91,7 @@ def _choice(
         raise InvalidOptionError(f"rows={rows}: must be a whole number above 0")
     if mode not in MODES:
         raise InvalidOptionError(f"mode={mode!r}: must be one of {', '.join(MODES)}")
-    return choose(vae, tuple(shape), min(rows, max(shape[-2:])), mode, itemsize, encode, more)
+    return choose_cut(vae, tuple(shape), min(rows, max(shape[-2:])), mode, itemsize, encode, more)
 
 
 def decode(vae: Any, z: torch.Tensor, *, rows: int | None = None, mode: str = "fast", **more: Any) -> torch.Tensor:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ...core.compat import fake_tensors, vae_decode, vae_encode
-from ..layout import compression
-from ..row_ranges import strips, with_halo
-from .causal_cuts import compression_of_time, gates, reached, weights_of
+from ..layout import compression, compression_of_time
+from ..tiles import strips, with_halo
+from .causal_cuts import gates, reached, weights_of
 from .live_bytes import LiveBytes
 from .replace_input import ReplaceInput, Untouched
 
@@ -211,7 +211,7 @@ def costs(vae: Any, shape: tuple[int, ...], encode: bool, more: Mapping[str, Any
     return table[key]
 
 
-def choose(
+def choose_cut(
     vae: Any, shape: tuple[int, ...], rows: int, mode: str, itemsize: int, encode: bool, more: Mapping[str, Any]
 ) -> Choice:
     """The cut for strips of at most `rows` latent lines along the longer side of `shape` ([B, C, T, H, W]).
@@ -220,14 +220,16 @@ def choose(
     a plain run, else as `low`. Where no cut saves anything, none is made. `peak_bytes` is the most that any strip
     height up to `rows` takes, so that lower strips never promise more.
     """
-    chosen = [_choose(vae, shape, lines, mode, encode, more) for lines in range(1, rows + 1)]
+    chosen = [_at_height(vae, shape, lines, mode, encode, more) for lines in range(1, rows + 1)]
     most = max(choice.peak_bytes for choice in chosen)
     last = chosen[-1]
     own = weights_of(vae)[0].itemsize
     return Choice(last.cut, last.axis, last.spans, round(most * MARGIN) * itemsize // own, last.work)
 
 
-def _choose(vae: Any, shape: tuple[int, ...], rows: int, mode: str, encode: bool, more: Mapping[str, Any]) -> Choice:
+def _at_height(
+    vae: Any, shape: tuple[int, ...], rows: int, mode: str, encode: bool, more: Mapping[str, Any]
+) -> Choice:
     axis = -2 if shape[-2] >= shape[-1] else -1
     height = shape[axis] // (compression(vae) if encode else 1)
     plain, *rest = costs(vae, shape, encode, more)

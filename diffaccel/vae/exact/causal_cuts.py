@@ -18,7 +18,7 @@ import torch
 
 from ...core.compat import fake_tensors, vae_decode, vae_encode
 from ...errors import UnsupportedModelError
-from ..layout import compression
+from ..layout import compression, compression_of_time
 from .receptive_field import HEIGHT, WIDTH, ReceptiveField
 from .replace_input import STUB, ReplaceInput, Untouched, stub
 
@@ -60,16 +60,6 @@ def weights_of(vae: Any) -> tuple[torch.dtype, torch.device]:
     """Data type and device of the weights."""
     parameter = next(vae.parameters())
     return parameter.dtype, parameter.device
-
-
-def compression_of_time(vae: Any) -> int:
-    """Frames per latent frame."""
-    for name in ("temporal_compression_ratio", "time_compression_ratio"):
-        value = vars(vae).get(name)
-        if isinstance(value, int):
-            return value
-    halvings = getattr(vae, "temperal_downsample", None)
-    return 2 ** sum(halvings) if halvings is not None else 4
 
 
 def _channels(vae: Any, encode: bool) -> int:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from ...core.hooked_forward import inside, observed
+from ...core.hooked_forward import run_hooked, why_call_needed
+from ...models.vae import vae_card
 from . import kl_blocks, kl_stages
-from .kl_blocks import Kept
+from .kl_blocks import WholeMap
 from .kl_stages import AGAIN, WHOLE, Shape, Stage
 
 NAME = "kl"
@@ -25,14 +26,10 @@ PITCH_NOTE = (
     "row strips with halo rows and whole-picture group-norm statistics; equal to the plain decode but for rounding"
 )
 
-# Classes whose `_decode` is the decoder behind an optional 1x1 convolution, and `_encode` its mirror.
-CLASSES = ("AutoencoderKL", "AutoencoderKLFlux2")
-
 
 def supports(vae: Any) -> str | None:
     """None where the strips reproduce this autoencoder; else why not. Reads only."""
-    owner = next((cls for cls in type(vae).__mro__ if "_decode" in vars(cls)), None)
-    if owner is None or owner.__name__ not in CLASSES:
+    if vae_card(vae).strips != NAME:
         return "its decode is none that exact strips know"
     return _coder(vae.decoder, "Decoder", "up_blocks") or _coder(vae.encoder, "Encoder", "down_blocks")
 
@@ -50,7 +47,7 @@ def decode(vae: Any, z: torch.Tensor, *, rows: int | None, mode: str) -> torch.T
     for latent in z.split(1):
         if vae.post_quant_conv is not None:
             latent = vae.post_quant_conv(latent)
-        parts.append(inside(vae.decoder, walk, latent))
+        parts.append(run_hooked(vae.decoder, walk, latent))
     return _joined(parts)
 
 
@@ -59,7 +56,7 @@ def encode(vae: Any, x: torch.Tensor, *, rows: int | None, mode: str) -> torch.T
     picked = rows or default_rows(vae, tuple(x.shape), encode=True)
     parts, walk = [], functools.partial(_walk, vae, "encoder", picked, mode)
     for picture in x.split(1):
-        parts.append(inside(vae.encoder, walk, picture))
+        parts.append(run_hooked(vae.encoder, walk, picture))
         if vae.quant_conv is not None:
             parts.append(vae.quant_conv(parts.pop()))
     return _joined(parts)
@@ -78,7 +75,7 @@ def peak_bytes(
     picked = rows or default_rows(vae, shape, encode=encode)
     name = "encoder" if encode else "decoder"
     stages = _stages(vae, name, shape[-2], shape[-1], Shape(picked * ratio(vae), itemsize))
-    peak = max(size for _, _, size in kl_stages.choose(stages, mode))
+    peak = max(size for _, _, size in kl_stages.choose_forms(stages, mode))
     last = stages[-1]
     one = last.modules[-1].out_channels * last.height * last.width * itemsize
     batch = shape[0]
@@ -98,7 +95,7 @@ def standing(vae: Any, name: str) -> str | None:
     passed = [(name, coder), *((f"a block of the {name}", block) for block in blocks)]
     passed += [(f"a resnet of the {name}", resnet) for block in blocks for resnet in block.resnets]
     passed += [(f"a norm of the {name}", norm) for _, r in passed[1 + len(blocks) :] for norm in (r.norm1, r.norm2)]
-    return observed([*passed, (f"the last norm of the {name}", coder.conv_norm_out)])
+    return why_call_needed([*passed, (f"the last norm of the {name}", coder.conv_norm_out)])
 
 
 def ratio(vae: Any) -> int:
@@ -119,24 +116,24 @@ def _walk(vae: Any, name: str, rows: int, mode: str, x: torch.Tensor) -> torch.T
     """One picture or latent [1, C, h, w] through the encoder or decoder."""
     shape = Shape(rows * ratio(vae), x.element_size())
     stages = _stages(vae, name, x.shape[2], x.shape[3], shape)
-    held = Kept(x)
-    for stage, form, _ in kl_stages.choose(stages, mode):
+    held = WholeMap(x)
+    for stage, form, _ in kl_stages.choose_forms(stages, mode):
         held = _within(stage.owners, stage, form, held, shape.rows)
     return held.tensor
 
 
-def _within(owners: tuple[Any, ...], stage: Stage, form: str, held: Kept, rows: int) -> Kept:
+def _within(owners: tuple[Any, ...], stage: Stage, form: str, held: WholeMap, rows: int) -> WholeMap:
     """The stage, within the offload hooks of every block that its layers belong to."""
     if not owners:
         return _run(stage, form, held, rows)
-    made: Kept = inside(owners[0], lambda: _within(owners[1:], stage, form, held, rows))
+    made: WholeMap = run_hooked(owners[0], lambda: _within(owners[1:], stage, form, held, rows))
     return made
 
 
-def _run(stage: Stage, form: str, held: Kept, rows: int) -> Kept:
+def _run(stage: Stage, form: str, held: WholeMap, rows: int) -> WholeMap:
     modules = stage.modules
     if form == WHOLE:
-        return Kept(_whole(stage, held))
+        return WholeMap(_whole(stage, held))
     if stage.kind == "resnet":
         return kl_blocks.resnet(modules[0], held, rows, form == AGAIN)
     if stage.kind == "rise":
@@ -149,10 +146,10 @@ def _run(stage: Stage, form: str, held: Kept, rows: int) -> Kept:
         return kl_blocks.downsampled(modules[0], held, rows)
     assert stage.kind == "tail", stage.kind
     norm, activation, conv = modules
-    return Kept(kl_blocks.tail(norm, activation, conv, held, rows))
+    return WholeMap(kl_blocks.tail(norm, activation, conv, held, rows))
 
 
-def _whole(stage: Stage, held: Kept) -> torch.Tensor:
+def _whole(stage: Stage, held: WholeMap) -> torch.Tensor:
     """The stage's modules, called one after the other; blocks take the (absent) time embedding as well."""
     made = held.tensor
     del held.tensor

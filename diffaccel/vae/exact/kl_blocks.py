@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...core.hooked_forward import inside
-from ..row_ranges import Rows, below_doubling, below_halving, halved, strips, with_halo
+from ...core.hooked_forward import run_hooked
+from ..tiles import Rows, below_doubling, below_halving, halved, strips, with_halo
 from . import group_norm
 from .group_norm import Moments
 
 
-class Kept:
+class WholeMap:
     """A map [1, C, H, W] that is there. Written from the top, it still reads back the last rows it overwrote."""
 
     def __init__(self, tensor: torch.Tensor, behind: int = 0) -> None:
@@ -48,7 +48,7 @@ class Kept:
 class Doubled:
     """A map as an upsampler would make it, computed anew for each strip that is read."""
 
-    def __init__(self, below: Kept, upsampler: Any) -> None:
+    def __init__(self, below: WholeMap, upsampler: Any) -> None:
         self.below, self.upsampler = below, upsampler
         self.height = 2 * below.height
 
@@ -60,7 +60,7 @@ class Doubled:
         return made[:, :, rows[0] - 2 * first : rows[1] - 2 * first]
 
 
-Source = Kept | Doubled
+Source = WholeMap | Doubled
 
 
 def new_map(like: torch.Tensor, height: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ def activated(norm: Any, activation: Any, seen: Moments, strip: torch.Tensor) ->
         # Within the norm's own hooks: offloaded, it has its weights only for the length of a call.
         return group_norm.apply(x, *seen.scale_and_shift(norm.weight, norm.bias, norm.eps, norm.num_channels), dtype)
 
-    made: torch.Tensor = inside(norm, normed, strip)
+    made: torch.Tensor = run_hooked(norm, normed, strip)
     if type(activation) is torch.nn.SiLU:
         return F.silu(made, inplace=True)
     result: torch.Tensor = activation(made)
@@ -109,14 +109,14 @@ class Resnet:
         self.height = source.height
         self.first = moments(source, block.norm1.num_groups, rows)
         self.second = Moments(block.norm2.num_groups)
-        self.hidden: Kept | None = None
+        self.hidden: WholeMap | None = None
 
-    def run(self, again: bool) -> Kept:
+    def run(self, again: bool) -> WholeMap:
         """The block's output. It takes the place of the input, or of the hidden map where the input does not fit.
 
         `again` computes hidden rows twice instead of keeping them (only for an input that is there and fits).
         """
-        over_input = self.block.conv_shortcut is None and isinstance(self.source, Kept)
+        over_input = self.block.conv_shortcut is None and isinstance(self.source, WholeMap)
         again = again and over_input
         if again:
             for strip in strips(self.height, self.rows):
@@ -124,13 +124,13 @@ class Resnet:
         else:
             self.hidden = self.keep_hidden()
         target = self.source if over_input else self.hidden
-        assert isinstance(target, Kept)
+        assert isinstance(target, WholeMap)
         target.behind = 2 if again else 0 if over_input else 1
         for strip in strips(self.height, self.rows):
             self.output_rows(strip, target)
-        return Kept(target.tensor)
+        return WholeMap(target.tensor)
 
-    def keep_hidden(self) -> Kept:
+    def keep_hidden(self) -> WholeMap:
         """The map between the two convolutions; its moments are added up on the way."""
         tensor: torch.Tensor | None = None
         for strip in strips(self.height, self.rows):
@@ -141,7 +141,7 @@ class Resnet:
             tensor[:, :, strip[0] : strip[1]] = made
             del made
         assert tensor is not None
-        return Kept(tensor)
+        return WholeMap(tensor)
 
     def hidden_rows(self, rows: Rows) -> torch.Tensor:
         """Rows of the map between the two convolutions."""
@@ -151,7 +151,7 @@ class Resnet:
         before = activated(block.norm1, block.nonlinearity, self.first, self.source.read(wide))
         return convolved(block.conv1, before, wide, rows)
 
-    def output_rows(self, rows: Rows, target: Kept) -> None:
+    def output_rows(self, rows: Rows, target: WholeMap) -> None:
         """Compute rows of the output and write them."""
         block, wide = self.block, with_halo(rows, 1, self.height)
         before = activated(block.norm2, block.nonlinearity, self.second, self.hidden_rows(wide))
@@ -166,14 +166,14 @@ class Resnet:
         target.write(rows, made)
 
 
-def resnet(block: Any, source: Source, rows: int, again: bool) -> Kept:
+def resnet(block: Any, source: Source, rows: int, again: bool) -> WholeMap:
     """`block(x)` in strips, within the block's own offload hooks."""
 
-    made: Kept = inside(block, lambda: Resnet(block, source, rows).run(again))
+    made: WholeMap = run_hooked(block, lambda: Resnet(block, source, rows).run(again))
     return made
 
 
-def upsampled(upsampler: Any, below: Kept, rows: int) -> Kept:
+def upsampled(upsampler: Any, below: WholeMap, rows: int) -> WholeMap:
     """The upsampler's output as a whole, made in strips."""
     source = Doubled(below, upsampler)
     tensor: torch.Tensor | None = None
@@ -184,10 +184,10 @@ def upsampled(upsampler: Any, below: Kept, rows: int) -> Kept:
         tensor[:, :, strip[0] : strip[1]] = made
         del made
     assert tensor is not None
-    return Kept(tensor)
+    return WholeMap(tensor)
 
 
-def downsampled(downsampler: Any, above: Kept, rows: int) -> Kept:
+def downsampled(downsampler: Any, above: WholeMap, rows: int) -> WholeMap:
     """The downsampler's output, made in strips."""
     height = halved(above.height)
     tensor: torch.Tensor | None = None
@@ -198,10 +198,10 @@ def downsampled(downsampler: Any, above: Kept, rows: int) -> Kept:
         tensor[:, :, strip[0] : strip[1]] = made
         del made
     assert tensor is not None
-    return Kept(tensor)
+    return WholeMap(tensor)
 
 
-def tail(norm: Any, activation: Any, conv: Any, source: Kept, rows: int) -> torch.Tensor:
+def tail(norm: Any, activation: Any, conv: Any, source: WholeMap, rows: int) -> torch.Tensor:
     """The last norm, activation and convolution [1, C, H, W], in strips."""
     seen = moments(source, norm.num_groups, rows)
     tensor: torch.Tensor | None = None

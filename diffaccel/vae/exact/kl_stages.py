@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..row_ranges import halved, tallest
+from ..tiles import halved, tallest
 
 WHOLE, STRIPS, AGAIN = "whole", "strips", "again"
 FORMS = {"fast": (WHOLE, STRIPS), "low": (WHOLE, STRIPS, AGAIN)}
@@ -110,7 +110,7 @@ def encoder_stages(encoder: Any, height: int, width: int, shape: Shape) -> list[
     return stages
 
 
-def choose(stages: list[Stage], mode: str) -> Iterator[tuple[Stage, str, int]]:
+def choose_forms(stages: list[Stage], mode: str) -> Iterator[tuple[Stage, str, int]]:
     """(stage, form, bytes) for each stage: the fastest form within the peak that the mode cannot avoid."""
     allowed = FORMS[mode]
     within = [{form: size for form, size in stage.bytes.items() if form in allowed} for stage in stages]

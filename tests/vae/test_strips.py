@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from diffaccel.vae.exact import group_norm
 from diffaccel.vae.exact.group_norm import Moments
-from diffaccel.vae.exact.kl_blocks import Kept
+from diffaccel.vae.exact.kl_blocks import WholeMap
 from diffaccel.vae.exact.live_bytes import LiveBytes
-from diffaccel.vae.row_ranges import below_doubling, below_halving, halved, strips, tallest, with_halo
+from diffaccel.vae.tiles import below_doubling, below_halving, halved, strips, tallest, with_halo
 
 
 @pytest.mark.parametrize("height", [1, 2, 7, 16, 37])
@@ -93,7 +93,7 @@ def test_half_precision_is_rounded_once() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_a_map_still_reads_what_was_overwritten(rows: int) -> None:
     x = torch.arange(13.0).view(1, 1, 13, 1)
-    held = Kept(x.clone(), behind=2)
+    held = WholeMap(x.clone(), behind=2)
     for strip in strips(13, rows):
         wide = with_halo(strip, 2, 13)
         assert torch.equal(held.read(wide), x[:, :, wide[0] : wide[1]])

@@ -1,0 +1,21 @@
+"""Whose call of an autoencoder is this? Several pipelines may share one, and users call it by hand."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+
+def called_by_another(pipe: Any) -> bool:
+    """Does the nearest pipeline on the call stack differ from `pipe`? False where there is none: a call by hand."""
+    from diffusers import DiffusionPipeline
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",):
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, DiffusionPipeline):
+                return caller is not pipe
+        frame = frame.f_back
+    return False
