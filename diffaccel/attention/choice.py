@@ -24,6 +24,7 @@ from .processors import form, processors
 
 
 def head_dim_of(attention: torch.nn.Module) -> int | None:
+    """Channels of one head of an attention module of diffusers; None where it does not say."""
     for name in ("head_dim", "dim_head"):
         value = getattr(attention, name, None)
         if isinstance(value, int):

@@ -1,1 +1,1 @@
-"""Compilation: the blocks of a denoiser one by one (this version), fused kernels (later)."""
+"""Compilation: the blocks of a denoiser, one graph a kind of block (`regional`), and what the machine needs for it."""

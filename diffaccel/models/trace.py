@@ -153,7 +153,7 @@ class _Recorder(TorchFunctionMode):
         self.known.clear()
         self.results.clear()
         self.watching = True
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """A call is over; without an output it has failed."""
@@ -165,7 +165,7 @@ class _Recorder(TorchFunctionMode):
         """Stop watching torch functions."""
         if self.watching:
             self.watching = False
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     # ---- blocks ----------------------------------------------------------------------------------------
 

@@ -66,8 +66,9 @@ def _weights() -> Path:
             f"the metric lpips needs torchvision, which is installed but cannot be imported ({error}): "
             "pip install the torchvision made for this torch"
         ) from error
-    name = models.AlexNet_Weights.IMAGENET1K_V1.url.rsplit("/", 1)[-1]
-    return Path(torch.hub.get_dir()) / "checkpoints" / name
+    name: str = models.AlexNet_Weights.IMAGENET1K_V1.url.rsplit("/", 1)[-1]
+    folder: str = torch.hub.get_dir()
+    return Path(folder) / "checkpoints" / name
 
 
 @functools.lru_cache(maxsize=1)  # 10 MB; a sweep asks for it hundreds of times
@@ -78,4 +79,5 @@ def _network() -> Any:
 def _chunks(pictures: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """float32 [<= 16, 3, H, W] each."""
     count, _, height, width = pictures.shape
-    return pictures.float().expand(count, 3, height, width).split(_AT_ONCE)
+    parts: tuple[torch.Tensor, ...] = pictures.float().expand(count, 3, height, width).split(_AT_ONCE)
+    return parts

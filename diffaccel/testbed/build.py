@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .tokenizers import TEXT_LENGTH, clip_tokenizer, t5_tokenizer
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
     from transformers import CLIPTextModel, T5EncoderModel
 
 
@@ -66,7 +66,7 @@ def transformer(size: Size) -> FluxTransformer2DModel:
     )
 
 
-def clip_encoder(size: Size, tokenizer) -> CLIPTextModel:
+def clip_encoder(size: Size, tokenizer: Any) -> CLIPTextModel:
     """Gives the pooled prompt embedding [B, text_dim]."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -86,7 +86,7 @@ def clip_encoder(size: Size, tokenizer) -> CLIPTextModel:
     )
 
 
-def t5_settings(dim: int, layers: int, tokenizer) -> dict[str, Any]:
+def t5_settings(dim: int, layers: int, tokenizer: Any) -> dict[str, Any]:
     """Of a small T5 (or UMT5) encoder of width `dim`."""
     return {
         "vocab_size": len(tokenizer),
@@ -102,14 +102,14 @@ def t5_settings(dim: int, layers: int, tokenizer) -> dict[str, Any]:
     }
 
 
-def t5_encoder(size: Size, tokenizer) -> T5EncoderModel:
+def t5_encoder(size: Size, tokenizer: Any) -> T5EncoderModel:
     """Gives the token embeddings [B, 32, text_dim]."""
     from transformers import T5Config, T5EncoderModel
 
     return T5EncoderModel(T5Config(**t5_settings(size.text_dim, size.text_layers, tokenizer)))
 
 
-def scheduler():
+def scheduler() -> FlowMatchEulerDiscreteScheduler:
     """FLUX.1-dev's scheduler with the sequence lengths of this world (64 tokens at 64x64, 256 at 128x128)."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .build import t5_settings
 from .tokenizers import umt5_tokenizer
@@ -74,7 +74,7 @@ def transformer(size: VideoSize) -> WanTransformer3DModel:
     )
 
 
-def text_encoder(size: VideoSize, tokenizer) -> UMT5EncoderModel:
+def text_encoder(size: VideoSize, tokenizer: Any) -> UMT5EncoderModel:
     """Gives the token embeddings [B, 32, text_dim]."""
     from transformers import UMT5Config, UMT5EncoderModel
 

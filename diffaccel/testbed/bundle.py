@@ -21,6 +21,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 
 def check(kind: str) -> None:
+    """Raise InvalidOptionError unless there is such a testbed."""
     if kind not in KINDS:
         from ..errors import InvalidOptionError
 

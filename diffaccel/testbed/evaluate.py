@@ -25,10 +25,12 @@ _AT_ONCE = 32
 
 
 def kind_of(shape: Shape) -> str:
+    """ "image" for (height, width), "video" for (frames, height, width)."""
     return "image" if len(shape) == 2 else "video"
 
 
 def name_of(shape: Shape) -> str:
+    """How figures call a shape: "64x64", "9x48x48"."""
     return "x".join(map(str, shape))
 
 
@@ -71,7 +73,8 @@ def _draw(text: str, shape: Shape, seed: int) -> np.ndarray:
 def psnr(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Peak signal-to-noise ratio in dB of each entry of two batches [B, ...] in 0..1."""
     error = np.maximum(((a - b) ** 2).reshape(len(a), -1).mean(axis=1), 1e-10)
-    return -10.0 * np.log10(error)
+    decibels: np.ndarray = -10.0 * np.log10(error)
+    return decibels
 
 
 def smoothness(pipe: FluxPipeline | WanPipeline, count: int, shape: Shape) -> tuple[float, float]:

@@ -64,7 +64,7 @@ def read(clip: np.ndarray) -> Seen:
     """What one clip [F, H, W, 3] in 0..1 shows: most frequent around half time; the place is the mean there."""
     last = len(clip) - 1
     middle = [scoring_image.look(clip[i]) for i in sorted({round(at * last) for at in _AROUND_HALF_TIME})]
-    centres = [sight.centre for sight in middle if sight.centre is not None]
+    centres = [frame.centre for frame in middle if frame.centre is not None]
     place = (
         scoring_image.nearest_place((float(np.mean([c[0] for c in centres])), float(np.mean([c[1] for c in centres]))))
         if centres
@@ -72,7 +72,8 @@ def read(clip: np.ndarray) -> Seen:
     )
 
     def most(name: str) -> str:
-        return Counter(getattr(sight, name) for sight in reversed(middle)).most_common(1)[0][0]
+        seen: list[str] = [getattr(frame, name) for frame in reversed(middle)]
+        return Counter(seen).most_common(1)[0][0]
 
     return Seen(most("shape"), most("colour"), most("size"), place, most("ground"), _motion(clip))
 

@@ -71,9 +71,10 @@ def shift_of(pipe: FluxPipeline, tokens: int) -> float:
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     config = pipe.scheduler.config
-    return calculate_shift(
+    shift: float = calculate_shift(
         tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
     )
+    return shift
 
 
 def prepare(pipe: FluxPipeline, seed: int) -> None:
@@ -118,7 +119,8 @@ def velocity_loss(
         img_ids=image_ids,
         return_dict=False,
     )[0]
-    return (velocity - (noise - x0)).square().mean()
+    loss: torch.Tensor = (velocity - (noise - x0)).square().mean()
+    return loss
 
 
 VAE = AutoencoderTask(

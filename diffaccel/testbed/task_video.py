@@ -139,7 +139,8 @@ def velocity_loss(
     velocity = pipe.transformer(
         hidden_states=noisy, timestep=1000.0 * level, encoder_hidden_states=embeds, return_dict=False
     )[0]
-    return (velocity - (noise - x0)).square().mean()
+    loss: torch.Tensor = (velocity - (noise - x0)).square().mean()
+    return loss
 
 
 VAE = AutoencoderTask(  # many small steps: its many per-pixel norms make it slow to start otherwise

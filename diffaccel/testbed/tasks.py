@@ -17,7 +17,7 @@ class AutoencoderTask:
     """`draw(split, shape, seeds)` gives pixels [B, 3, ...] in -1..1 and what they show."""
 
     batches: tuple[tuple[Shape, int], ...]  # (shape, count), one per step, cycled
-    draw: Callable[[str, Shape, range], tuple[torch.Tensor, list]]
+    draw: Callable[[str, Shape, range], tuple[torch.Tensor, list[Any]]]
     loss_of: Callable[[Any, torch.Tensor, torch.Generator], torch.Tensor]  # (vae, pixels, generator)
     set_scale: Callable[[Any], None]
     peak_rate: float = 2e-3
@@ -31,7 +31,7 @@ class DenoiserTask:
     buckets: dict[Shape, tuple[float, float, int]]  # shape: (share early, share late, batch)
     modules: tuple[str, ...]  # names of the trained parts of the pipeline
     prepare: Callable[[Any, int], None]  # (pipe, seed): starting weights
-    encode: Callable[[Any, Shape, range], tuple[torch.Tensor, list]]  # (pipe, shape, seeds): latents, scenes
+    encode: Callable[[Any, Shape, range], tuple[torch.Tensor, list[Any]]]  # (pipe, shape, seeds): latents, scenes
     loss_of: Callable[[Any, torch.Tensor, list[str], Shape, float, torch.Generator], torch.Tensor]
     high_noise: tuple[float, float] = (0.8, 0.5)  # share of extra high noise, early and late
     peak_rate: float = 2e-3
@@ -71,4 +71,5 @@ def reconstruction_loss(vae: Any, x: torch.Tensor, generator: torch.Generator) -
     strength = _LATENT_NOISE * torch.rand(each, generator=generator) * posterior.mean.detach().std()
     y = vae.decode(posterior.mean + (posterior.var + strength**2).sqrt() * noise).sample
     kl = 0.5 * (posterior.mean**2 + posterior.var - 1.0 - posterior.logvar).mean()
-    return (y - x).abs().mean() + 4.0 * (y - x).square().mean() + _KL_WEIGHT * kl
+    loss: torch.Tensor = (y - x).abs().mean() + 4.0 * (y - x).square().mean() + _KL_WEIGHT * kl
+    return loss

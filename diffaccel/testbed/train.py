@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from . import build, build_video, bundle, evaluate, task_image, task_video
 from .tasks import Training
@@ -28,7 +29,7 @@ def train(
     resume: bool,
     size: build.Size | build_video.VideoSize | None = None,
     threads: int = 2,
-) -> dict:
+) -> dict[str, Any]:
     """Train, export to `out`, and return the figures of the exported (float16) weights."""
     import torch
 
@@ -68,6 +69,7 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; `argv` without the program's name."""
     parser = argparse.ArgumentParser(prog="python -m diffaccel.testbed.train", description=__doc__)
     parser.add_argument("kind", choices=bundle.KINDS)
     parser.add_argument("--minutes", type=float, default=85.0, help="wall-clock budget on this machine")

@@ -24,6 +24,7 @@ class Clock:
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds spent so far, those before a resumption included."""
         return self._before_s + time.monotonic() - self._start
 
     @property
@@ -48,6 +49,7 @@ class Average:
         self.values = [parameter.detach().clone() for parameter in self._live]
 
     def update(self) -> None:
+        """Take in the parameters as they are now, after one more step."""
         import torch
 
         self.steps += 1
@@ -62,9 +64,11 @@ class Average:
             value.copy_(kept)
 
     def state(self) -> dict[str, Any]:
+        """For a checkpoint; `load` takes it back."""
         return {"steps": self.steps, "values": self.values}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned."""
         self.steps = state["steps"]
         for value, saved in zip(self.values, state["values"], strict=True):
             value.copy_(saved)
@@ -107,9 +111,11 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
+    """What `save_checkpoint` wrote."""
     import torch
 
-    return torch.load(path, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
 
 
 def say(text: str) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -119,6 +120,11 @@ def shape_distance(shape: str, y: np.ndarray, x: np.ndarray) -> np.ndarray:
 
     `y` points down and `x` right, both in units of the half extent; any broadcastable form.
     """
+    distance: np.ndarray = _distance(shape, y, x)
+    return distance
+
+
+def _distance(shape: str, y: np.ndarray, x: np.ndarray) -> Any:
     ax, ay = np.abs(x), np.abs(y)
     if shape == "circle":
         return np.hypot(x, y) - 1.0
@@ -137,7 +143,8 @@ def shape_distance(shape: str, y: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 def render(scene: Scene, height: int, width: int, seed: int = 0) -> np.ndarray:
     """Draw a scene: float32 [height, width, 3] in 0..1; the jitter depends on `seed` only."""
-    return render_path(scene, height, width, [(0.0, 0.0)], seed)[0]
+    picture: np.ndarray = render_path(scene, height, width, [(0.0, 0.0)], seed)[0]
+    return picture
 
 
 def render_path(
@@ -165,4 +172,5 @@ def render_path(
     ground = np.asarray(GROUNDS[scene.ground]) * ground_light[..., None]
     colour = np.asarray(COLOURS[scene.colour]) * shape_light[..., None]
     pictures = ground * (1.0 - cover) + colour * cover
-    return np.clip(pictures, 0.0, 1.0).astype(np.float32)
+    made: np.ndarray = np.clip(pictures, 0.0, 1.0).astype(np.float32)
+    return made

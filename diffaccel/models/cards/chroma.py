@@ -1,6 +1,6 @@
 """Chroma: FLUX.1 without embedded guidance; its single blocks see text and image tokens put together."""
 
-from .. import probes as sights
+from .. import probes
 from ..spec import TWO_CALLS, BlockList, ModelSpec
 
 CARD = ModelSpec(
@@ -26,6 +26,6 @@ CARD = ModelSpec(
     guidance=TWO_CALLS,
     stand_down=("controlnet_block_samples", "controlnet_single_block_samples"),
     token_layout="text, image",
-    grid=sights.grid_of_ids,
-    modulated=sights.norm1_chroma,
+    grid=probes.grid_of_ids,
+    modulated=probes.norm1_chroma,
 )

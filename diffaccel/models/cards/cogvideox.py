@@ -1,6 +1,6 @@
 """CogVideoX (text, image and video to video)."""
 
-from .. import probes as sights
+from .. import probes
 from ..spec import BATCHED, BlockList, ModelSpec
 
 _STREAMS = ("hidden_states", "encoder_hidden_states")
@@ -15,5 +15,5 @@ CARD = ModelSpec(
     vae="kl_causal_3d",
     token_layout="text, frames, rows, columns",
     layout="BFCHW",
-    time_embedding=sights.time_cogvideox,
+    time_embedding=probes.time_cogvideox,
 )

@@ -1,6 +1,6 @@
 """FLUX.1 (dev, schnell, and every pipeline around FluxTransformer2DModel)."""
 
-from .. import probes as sights
+from .. import probes
 from ..spec import EMBEDDED, BlockList, ModelSpec
 
 _STREAMS = ("hidden_states", "encoder_hidden_states")
@@ -17,6 +17,6 @@ CARD = ModelSpec(
     guidance=EMBEDDED,
     stand_down=("controlnet_block_samples", "controlnet_single_block_samples"),
     token_layout="text, image",
-    grid=sights.grid_of_ids,
-    modulated=sights.norm1_emb,
+    grid=probes.grid_of_ids,
+    modulated=probes.norm1_emb,
 )

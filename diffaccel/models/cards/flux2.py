@@ -3,7 +3,7 @@
 Klein's key-value form (`kv_cache_mode`) fills a store inside every block in its first step, so blocks must run.
 """
 
-from .. import probes as sights
+from .. import probes
 from ..spec import EMBEDDED, BlockList, ModelSpec
 
 CARD = ModelSpec(
@@ -28,5 +28,5 @@ CARD = ModelSpec(
     guidance=EMBEDDED,
     stand_down=("kv_cache", "kv_cache_mode"),
     token_layout="text, image",
-    grid=sights.grid_of_ids,
+    grid=probes.grid_of_ids,
 )

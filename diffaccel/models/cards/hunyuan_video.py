@@ -1,6 +1,6 @@
 """HunyuanVideo (text and image to video): single blocks keep both streams apart, like FLUX.1's."""
 
-from .. import probes as sights
+from .. import probes
 from ..spec import EMBEDDED, BlockList, ModelSpec
 
 _STREAMS = ("hidden_states", "encoder_hidden_states")
@@ -17,5 +17,5 @@ CARD = ModelSpec(
     vae="kl_causal_3d",
     token_layout="frames, rows, columns, text",
     layout="BCFHW",
-    modulated=sights.norm1_emb,
+    modulated=probes.norm1_emb,
 )

@@ -1,6 +1,6 @@
 """HunyuanVideo 1.5: double blocks only; guidance through a guider, one call for each of its conditions."""
 
-from .. import probes as sights
+from .. import probes
 from ..spec import TWO_CALLS, BlockList, ModelSpec
 
 _STREAMS = ("hidden_states", "encoder_hidden_states")
@@ -14,5 +14,5 @@ CARD = ModelSpec(
     vae="kl_causal_3d",
     token_layout="frames, rows, columns, text",
     layout="BCFHW",
-    modulated=sights.norm1_emb,
+    modulated=probes.norm1_emb,
 )

@@ -1,6 +1,6 @@
 """LTX-Video 0.9: one stream through the blocks, text by cross attention, guidance in one batch."""
 
-from .. import probes as sights
+from .. import probes
 from ..spec import BATCHED, BlockList, ModelSpec
 
 CARD = ModelSpec(
@@ -18,6 +18,6 @@ CARD = ModelSpec(
     guidance=BATCHED,
     vae="kl_causal_3d",
     token_layout="frames, rows, columns",
-    grid=sights.grid_of_numbers,
-    modulated=sights.norm1_table,
+    grid=probes.grid_of_numbers,
+    modulated=probes.norm1_table,
 )

@@ -4,7 +4,7 @@ Text guidance is one batch; perturbed-block and isolated-modality guidance are c
 cache context of its own. What they perturb is the same in every step, so a cache may act in each of them.
 """
 
-from .. import probes as sights
+from .. import probes
 from ..spec import BATCHED, BlockList, ModelSpec
 
 _STREAMS = ("hidden_states", "audio_hidden_states")
@@ -35,5 +35,5 @@ CARD = ModelSpec(
     no_resume="sound is stepped by a scheduler of its own, which a snapshot does not see",
     vae="kl_causal_3d",
     token_layout="frames, rows, columns",
-    grid=sights.grid_of_numbers,
+    grid=probes.grid_of_numbers,
 )

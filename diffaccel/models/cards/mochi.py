@@ -1,6 +1,6 @@
 """Mochi: the last block does not update the text stream; time runs from 0 to 1000."""
 
-from .. import probes as sights
+from .. import probes
 from ..spec import BATCHED, BlockList, ModelSpec
 
 _STREAMS = ("hidden_states", "encoder_hidden_states")
@@ -14,5 +14,5 @@ CARD = ModelSpec(
     vae="kl_causal_3d",
     token_layout="frames, rows, columns, text",
     layout="BCFHW",
-    modulated=sights.norm1_mochi,
+    modulated=probes.norm1_mochi,
 )

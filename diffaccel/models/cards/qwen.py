@@ -1,6 +1,6 @@
 """Qwen-Image and its edit, inpaint and layered forms (reference pictures are more image tokens)."""
 
-from .. import probes as sights
+from .. import probes
 from ..spec import TWO_CALLS, BlockList, ModelSpec
 
 CARD = ModelSpec(
@@ -19,5 +19,5 @@ CARD = ModelSpec(
     stand_down=("controlnet_block_samples",),
     vae="kl_causal_3d",
     token_layout="text, image",
-    grid=sights.grid_of_shapes,
+    grid=probes.grid_of_shapes,
 )

@@ -1,6 +1,6 @@
 """Stable Diffusion 3 and 3.5. The last block returns no text stream; guidance is batched in one call."""
 
-from .. import probes as sights
+from .. import probes
 from ..spec import BATCHED, BlockList, ModelSpec
 
 CARD = ModelSpec(
@@ -19,5 +19,5 @@ CARD = ModelSpec(
     stand_down=("skip_layers", "block_controlnet_hidden_states"),
     token_layout="image, text",
     layout="BCHW",
-    modulated=sights.norm1_emb,
+    modulated=probes.norm1_emb,
 )

@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2 (one or two experts: `transformer`, `transformer_2`)."""
 
-from .. import probes as sights
+from .. import probes
 from ..spec import TWO_CALLS, BlockList, ModelSpec
 
 CARD = ModelSpec(
@@ -18,5 +18,5 @@ CARD = ModelSpec(
     token_layout="frames, rows, columns",
     frame_sink=True,
     layout="BCFHW",
-    time_embedding=sights.time_wan,
+    time_embedding=probes.time_wan,
 )
