@@ -26,7 +26,9 @@ class RowLengths:
     def __init__(self, weight: Tensor, delta: Tensor) -> None:
         rows = weight.float().flatten(1)
         delta = delta.to(rows.device)
-        self.whole = torch.linalg.vector_norm((rows + delta).view(weight.shape), dim=tuple(range(1, weight.ndim)))
+        self.whole: Tensor = torch.linalg.vector_norm(
+            (rows + delta).view(weight.shape), dim=tuple(range(1, weight.ndim))
+        )
         self.terms = torch.stack([(a * b).sum(1, dtype=torch.float64) for a, b in ((rows, rows), (rows, delta))])
         self.square = (delta * delta).sum(1, dtype=torch.float64)
 
@@ -34,7 +36,7 @@ class RowLengths:
         """[out]; for a factor of 1 in float32, as peft measures it."""
         if factor == 1.0:
             return self.whole
-        whole = self.terms[0] + 2 * factor * self.terms[1] + factor**2 * self.square
+        whole: Tensor = self.terms[0] + 2 * factor * self.terms[1] + factor * factor * self.square
         return whole.clamp(min=0).sqrt()
 
 

@@ -107,7 +107,8 @@ def _loader(pipe: Any) -> Callable[..., Any]:
 
 def _misfit(problems: Sequence[str], pipeline: str) -> InvalidOptionError:
     """As many of the problems as fit into one sentence, and the way out."""
-    start = f"{len(problems)} keys of the LoRA do not fit {pipeline}: "
+    keys = "1 key of the LoRA does" if len(problems) == 1 else f"{len(problems)} keys of the LoRA do"
+    start = f"{keys} not fit {pipeline}: "
     end = '. Nothing was applied; layers="PATTERN" takes a part'
     shown = [problems[0][: LONGEST - len(start) - len(end) - 20]]
     for problem in problems[1:]:
@@ -136,7 +137,10 @@ def _components(
     if isinstance(source, Mapping):
         held, metadata, header_alpha = {key: value.clone() for key, value in source.items()}, None, False
     else:
-        held, metadata, header_alpha = lora_file(source, options)
+        try:
+            held, metadata, header_alpha = lora_file(source, options)
+        except OSError as error:
+            raise InvalidOptionError(f"source={str(source)!r}: {' '.join(str(error).split())[:240]}") from error
     doras, strange = take_doras(held)
     problems += strange
     more = {"unet_config": pipe.unet.config} if hasattr(pipe, "unet") else {}

@@ -331,7 +331,27 @@ def loaded_by_diffusers(row: Row, state: layouts.State, folder: Path) -> Any:
     return pipe
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.family}: {row.layout}")
+# A feature tried on one family goes the same way on these; they are run by `make test-all`.
+AGAIN = {
+    *((family, f"peft, {said}") for family in ("wan", "ltx2") for said in ("lora_alpha", "rsLoRA", "patterns")),
+    *((family, "peft, DoRA") for family in ("cogvideox", "mochi", "z_image")),
+    *((family, "peft, biases") for family in ("ltx", "qwen")),
+    ("wan", "peft, ranks"),
+    ("sd15", "peft"),
+    ("sdxl", "kohya, without alphas"),
+    ("sdxl", "kohya"),
+}
+TABLE = [
+    pytest.param(
+        row,
+        id=f"{row.family}: {row.layout}",
+        marks=[pytest.mark.slow] if (row.family, row.layout) in AGAIN else [],
+    )
+    for row in ROWS
+]
+
+
+@pytest.mark.parametrize("row", TABLE)
 def test_equals_diffusers_own_loader(row: Row, tmp_path: Path) -> None:
     pipe = build(row.family)
     plain, state = run(pipe, row.family), row.make(pipe)
