@@ -22,6 +22,7 @@ from .handle import HANDLE, PLAIN, Acceleration, handle_of
 from .planner.options import require_parameters
 from .planner.places import PLACES
 from .planner.resolve import resolve
+from .quantization.base import require_originals
 from .quantization.lora.verbs import lora_verbs, require_no_loras
 from .quantization.weights import holds_scaled
 
@@ -140,7 +141,8 @@ class Accelerated:
         return _enable(self, "quantization", "svdquant", parameters)
 
     def disable_quantization(self) -> Any:
-        """Back to the weights the pipeline came with, bit by bit."""
+        """Back to the weights the pipeline came with, bit by bit; refused where it came with quantized ones."""
+        require_originals(self)
         return _disable(self, "quantization")
 
     def enable_layerwise_offload(self, **parameters: Any) -> Any:

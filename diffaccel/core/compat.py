@@ -39,6 +39,7 @@ __all__ = [
     "compile_backends",
     "compile_counts",
     "convert_single_file",
+    "copies_held",
     "dispatch_attention",
     "drift",
     "eager",
@@ -63,6 +64,7 @@ __all__ = [
 REGISTRY = "_diffusers_hook"  # attribute of a module that holds its HookRegistry
 COMPILED = "_compiled_call_impl"  # set by nn.Module.compile()
 GROUP_OFFLOAD = "group_offloading"  # name of the hook of diffusers' group offload
+CASTING = "layerwise_casting"  # name of the hook of diffusers' layerwise casting
 OLD_FORWARD = "_old_forward"  # set by accelerate's add_hook_to_module
 
 # Hook names of diffusers' own step caches (their `apply_*` functions leave no config behind).
@@ -127,6 +129,20 @@ def foreign_offload(module: torch.nn.Module) -> str | None:
         if GROUP_OFFLOAD in getattr(getattr(child, REGISTRY, None), "hooks", {}):
             return "diffusers' group offload (enable_group_offload)"
     return None
+
+
+def copies_held(module: torch.nn.Module) -> str:
+    """Why weights of `module` cannot be exchanged now, or "": a group offload that moves through copies of its own
+    (pinned ones of a stream, files) would bring the old ones back."""
+    for child in unwrap_module(module).modules():
+        hook = getattr(getattr(child, REGISTRY, None), "hooks", {}).get(GROUP_OFFLOAD)
+        group = getattr(hook, "group", None)
+        if group is not None and (group.stream is not None or group.offload_to_disk_path is not None):
+            return (
+                "diffusers' group offload (use_stream or offload_to_disk_path) came after it and keeps copies of the "
+                "weights: take that off first, or load the pipeline anew"
+            )
+    return ""
 
 
 def num_timesteps(pipe: Any) -> int | None:

@@ -35,4 +35,12 @@ JOINED: dict[str, tuple[Joined, ...]] = {
     "hunyuan_video": (Joined("proj_out", "proj_mlp"),),
 }
 
+# What diffusers' fuse_qkv_projections() puts into an attention module -> the layers that are then not called any more.
+FUSED: dict[str, tuple[str, ...]] = {
+    "to_qkv": ("to_q", "to_k", "to_v"),
+    "to_kv": ("to_k", "to_v"),
+    "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
+    "to_added_kv": ("add_k_proj", "add_v_proj"),
+}
+
 GELU_CLASSES = ("GELU",)  # first entries of a feed-forward's `net` whose third entry reads their output

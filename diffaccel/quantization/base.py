@@ -20,8 +20,8 @@ from .backends import BACKENDS, NATIVE, Recipe
 from .guard import Plain, Watch
 from .originals import Checkpoint, Originals
 from .policy import Policy, Selection, select, select_encoder
-from .swap import ON_META, Swapped, foreign, on_meta, replaced_in_words, users
-from .weights import DYNAMIC, ScaledWeight, tensor_bytes, weight_bytes
+from .swap import ON_META, Swapped, cast_in_graphs, foreign, on_meta, replaced_in_words, users
+from .weights import DYNAMIC, ScaledWeight, holds_scaled, tensor_bytes, weight_bytes
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 _POLICY = [f.name for f in fields(Policy) if f.name not in ("convs", "multiple_of")]
@@ -214,6 +214,18 @@ class QuantizedWeights:
         )
 
 
+def require_originals(pipe: Any) -> None:
+    """Raise where `disable_quantization` has nothing to undo and the weights are quantized all the same."""
+    if any(name.startswith("quantization.") for name in pipe.acceleration.plan.enabled):
+        return
+    for name, part in pipe.components.items():
+        if holds_scaled(part) or getattr(part, "hf_quantizer", None) is not None:
+            raise IncompatibleError(
+                f"disable_quantization: {name} was loaded quantized (load_quantized, or a quantization_config): its "
+                "original weights were never here. Load the pipeline from its checkpoint instead"
+            )
+
+
 class _Attached:
     """One lever on one pipeline."""
 
@@ -255,7 +267,7 @@ class _Attached:
 
     def lost(self) -> str:
         """Why it cannot be undone, if so."""
-        return "; ".join(filter(None, (part.originals.lost() for part in self.parts.values())))
+        return "; ".join(filter(None, (part.lost(name) for name, part in self.parts.items())))
 
     def displaced(self) -> str:
         """Which layers hold another weight by now, in a clause."""
@@ -264,6 +276,10 @@ class _Attached:
 
     def begin_run(self, run: Run) -> None:
         """Watch the first call of each denoiser."""
+        for name, swapped in self.parts.items():
+            why = cast_in_graphs(swapped.module, swapped.layers)
+            if why:
+                raise IncompatibleError(f"{self.lever.name}: {name}: {why}")
         stack = getattr(run.owner, "stack", None)
         if self.lever.guard == guard.OFF or stack is None:
             return

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from ..core.chain import compiled_body
+from ..core.compat import CASTING, REGISTRY, copies_held
+from ..core.hooked_forward import HF_HOOK
 from ..errors import UnsupportedModelError
+from ..models.fusions import FUSED
 from .backends import Convert
 from .originals import Kept, Originals
+from .plain_loads import refuse_plain_loads
 from .weights import tensor_bytes
 
 ON_META = (
@@ -23,6 +29,55 @@ def on_meta(module: nn.Module, name: str) -> bool:
     """Is the weight of a layer a stand-in without bytes?"""
     weight = module.get_submodule(name)._parameters.get("weight")
     return weight is not None and weight.device.type == "meta"
+
+
+def taken_away(layer: nn.Module) -> bool:
+    """Does accelerate's offload hold the layer's weights (under their names of now), to let them in for a call?"""
+    hook = vars(layer).get(HF_HOOK)
+    hooks = getattr(hook, "hooks", (hook,))
+    tensors = itertools.chain(layer._parameters.values(), layer._buffers.values())
+    return any(getattr(one, "offload", False) for one in hooks) or any(
+        tensor is not None and tensor.device.type == "meta" for tensor in tensors
+    )
+
+
+def fused_into(module: nn.Module, name: str) -> str:
+    """The fused layer that computes in place of the named one (`fuse_qkv_projections()`), or ""."""
+    path, _, last = name.rpartition(".")
+    attention = module.get_submodule(path)
+    for fused, parts in FUSED.items():
+        if last in parts and isinstance(getattr(attention, fused, None), nn.Module):
+            processor = getattr(attention, "processor", None)
+            by_processor = any("Fused" in cls.__name__ for cls in type(processor).__mro__)
+            # Newer classes ask themselves; older ones have a processor of another class, and keep what they fused.
+            asks_itself = hasattr(attention, "unfuse_projections")
+            if getattr(attention, "fused_projections", False) and (asks_itself or by_processor):
+                return f"{path}.{fused}" if path else fused
+    return ""
+
+
+def fused_since(component: str, module: nn.Module, names: Iterable[str]) -> str:
+    """Why these layers cannot be changed or undone now: fused ones compute in their place. "" where none do."""
+    found = {name: fused for name in names if (fused := fused_into(module, name))}
+    if not found:
+        return ""
+    name, fused = next(iter(found.items()))
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return f"{name}{more} is computed by the fused {fused}: call {component}.unfuse_qkv_projections() first"
+
+
+def cast_in_graphs(module: nn.Module, layers: Mapping[str, nn.Module]) -> str:
+    """Why the next call would fail, or "": diffusers' layerwise casting exchanges parameters in every call, and those
+    of a tensor subclass cannot be exchanged while compiled code refers to them."""
+    cast = next(
+        (n for n, layer in layers.items() if CASTING in getattr(getattr(layer, REGISTRY, None), "hooks", ())), ""
+    )
+    if not cast or all(compiled_body(child) is None for child in module.modules()):
+        return ""
+    return (
+        f"layerwise casting (enable_layerwise_casting) came after it on {cast}, and cannot cast quantized weights in "
+        "compiled blocks: load the model without it, or call pipe.disable_compile()"
+    )
 
 
 @dataclass(eq=False)
@@ -41,6 +96,8 @@ class Swapped:
     swaps: list[_Swap] = field(default_factory=list)
     plain_bytes: int = 0
     quantized_bytes: int = 0
+    undos: list[Callable[[], None]] = field(default_factory=list)
+    fused_before: frozenset[str] = frozenset()  # layers that fused ones stood in for when they were quantized
 
     @property
     def layers(self) -> dict[str, nn.Module]:
@@ -60,6 +117,7 @@ class Swapped:
 
     def put_on(self, names: Sequence[str], convert: Convert) -> None:
         """Quantize the weights of the named layers. On an error nothing stays changed."""
+        self.fused_before = frozenset(name for name in names if fused_into(self.module, name))
         made: dict[int, nn.Parameter] = {}  # a parameter that two layers share is quantized once
         try:
             for name in names:
@@ -77,12 +135,25 @@ class Swapped:
                 layer._parameters["weight"] = quantized
                 self.swaps.append(_Swap(layer, quantized, kept))
                 made[id(parameter)] = quantized
+            self.undos.append(refuse_plain_loads(self.module, names))
         except BaseException:
             self.take_off()
             raise
 
+    def lost(self, component: str) -> str:
+        """Why the originals cannot be put back now, or ""."""
+        fused = fused_since(component, self.module, (name for name in self.layers if name not in self.fused_before))
+        if fused:
+            return fused
+        for swap in self.swaps:
+            if taken_away(swap.layer):
+                return f"the weight of {swap.kept.name.removesuffix('.weight')} {ON_META}"
+        return copies_held(self.module) or self.originals.lost()
+
     def take_off(self) -> None:
         """Give every layer its own parameter back (one that somebody has replaced since stays)."""
+        while self.undos:
+            self.undos.pop()()
         back: dict[int, nn.Parameter] = {}
         for swap in reversed(self.swaps):
             now = swap.layer._parameters.get("weight")

@@ -35,8 +35,24 @@ class ScaledWeight(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, scheme: str = WEIGHT_ONLY
+        cls,
+        codes: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        scheme: str = WEIGHT_ONLY,
+        *,
+        requires_grad: bool = False,
     ) -> ScaledWeight:
+        """From codes, scales and the dtype to present; or, as libraries do that make parameters anew as
+        `type(parameter)(value, requires_grad=...)` (accelerate's offload), from another ScaledWeight alone."""
+        if isinstance(codes, ScaledWeight):
+            again = codes.rebuilt(torch.Tensor.detach)
+            again._is_param = True  # type: ignore[attr-defined]
+            return again
+        if scale is None or dtype is None:
+            raise IncompatibleError(
+                "a quantized weight cannot be made of plain values: call pipe.disable_quantization() first"
+            )
         made: ScaledWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device, requires_grad=False
         )
@@ -88,6 +104,8 @@ class ScaledWeight(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear:
             return _linear(*args, **(kwargs or {}))
+        if func is torch.Tensor.data_ptr:  # the place by which libraries tell weights apart
+            return args[0].codes.data_ptr()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -99,6 +117,11 @@ class ScaledWeight(torch.Tensor):
         special = _SPECIAL.get(func)
         if special is not None and isinstance(args[0], ScaledWeight):
             return special(func, *args, **kwargs)
+        if func is _aten.cat.default:
+            raise IncompatibleError(
+                "quantized weights cannot be put together (fuse_qkv_projections): call pipe.disable_quantization() "
+                "first, fuse, and quantize again"
+            )
         if func._schema.is_mutable:
             raise IncompatibleError(
                 f"{func}: a quantized weight cannot be written in place (merging an adapter into it, loading a plain "

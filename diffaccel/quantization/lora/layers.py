@@ -26,25 +26,34 @@ BRANCHED = "_diffaccel_branched"  # class attribute of the subclasses: the class
 Loaded = Sequence[tuple[str, Pair | Replaced, float]]  # (adapter, what it adds, strength)
 
 
-class _BranchedLinear:
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+def _linear_forward(cls: Any) -> Callable[..., torch.Tensor]:
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
-        output: torch.Tensor = super().forward(input)  # type: ignore[misc]
-        branch: Branch = getattr(self, BRANCH)
+        branch: Branch | None = getattr(self, BRANCH, None)
+        if branch is None:  # taken off, and somebody who came in between goes on calling this
+            own: torch.Tensor = type(self).forward(self, input)
+            return own
+        output = cls.forward(self, input)
         branch.move(input.device)
         low = F.linear(input.to(branch.down.dtype).contiguous(), branch.down)  # (one product, as torch with gradients)
         return branch.add(output, low, F.linear)
 
+    return forward
 
-class _BranchedConv:
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+
+def _conv_forward(cls: Any) -> Callable[..., torch.Tensor]:
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         """[B, in, ...] -> [B, out, ...], as the convolution it extends."""
-        output: torch.Tensor = super().forward(input)  # type: ignore[misc]
-        branch: Branch = getattr(self, BRANCH)
+        branch: Branch | None = getattr(self, BRANCH, None)
+        if branch is None:
+            own: torch.Tensor = type(self).forward(self, input)
+            return own
+        output = cls.forward(self, input)
         branch.move(input.device)
-        own: Any = self
-        low = own._conv_forward(input.to(branch.down.dtype), branch.down, None)
+        low = self._conv_forward(input.to(branch.down.dtype), branch.down, None)
         return branch.add(output, low, POINTWISE[branch.up.ndim])
+
+    return forward
 
 
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
@@ -53,9 +62,9 @@ _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 def _branched(cls: type) -> type:
     found = _CLASSES.get(cls)
     if found is None:
-        base = _BranchedLinear if issubclass(cls, torch.nn.Linear) else _BranchedConv
-        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, BRANCHED: cls}
-        found = _CLASSES[cls] = type(cls.__name__, (base, cls), body)
+        make = _linear_forward if issubclass(cls, torch.nn.Linear) else _conv_forward
+        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, BRANCHED: cls, "forward": make(cls)}
+        found = _CLASSES[cls] = type(cls.__name__, (cls,), body)  # no other base: one could change the layout
     return found
 
 
@@ -147,14 +156,15 @@ def _branch(layer: Any, pairs: Sequence[tuple[str, Pair, float]], dtype: torch.d
     width = layer.in_features if isinstance(layer, torch.nn.Linear) else layer.in_channels
     branch = Branch(pairs, compute_dtype(layer, dtype), device, width, weight, layer.bias if dora else None)
     setattr(layer, BRANCH, branch)
-    layer.__class__ = _branched(cls)
+    branched: Any = _branched(cls)
+    layer.__class__ = branched
 
     def undo() -> None:
         layer.__class__ = cls
         vars(layer).pop(BRANCH, None)
         for key in ("forward", OLD_FORWARD):  # accelerate, put on since, keeps the forward it found
             held = vars(layer).get(key)
-            if getattr(held, "__func__", None) in (_BranchedLinear.forward, _BranchedConv.forward):
+            if getattr(held, "__func__", None) is branched.forward:
                 vars(layer)[key] = types.MethodType(cls.forward, layer)
 
     return undo
@@ -181,7 +191,8 @@ def _hold(layer: Any, values: dict[str, torch.Tensor]) -> Callable[[], None]:
 
     def undo() -> None:
         for name, tensor in before.items():
-            getattr(layer, name).data = tensor
+            now = getattr(layer, name)
+            now.data = tensor.to(now.device, now.dtype)  # the model may have been moved or cast since
 
     return undo
 

@@ -10,10 +10,10 @@ import torch
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.chain import Link
-from ...core.compat import host_edit, unwrap_module
+from ...core.compat import copies_held, host_edit, unwrap_module
 from ...core.run import Run
 from ...errors import IncompatibleError, InvalidOptionError
-from ..swap import ON_META, on_meta
+from ..swap import ON_META, fused_since, on_meta, taken_away
 from .call_scale import CallScale, scale_in, watch
 from .control import widen
 from .layers import bypassed, put_on, refusal
@@ -113,6 +113,10 @@ class Lora:
 
     def _held(self, component: str, module: torch.nn.Module) -> str:
         """Why an adapter would have no effect on one of its layers, or ""."""
+        named = (name for a in self.adapters for name in a.weights.get(component, {}) if a.at(component, name))
+        fused = fused_since(component, module, named)
+        if fused:
+            return f"{fused}, then load the LoRA"
         rows = ((a, *item) for a in self.adapters for item in a.weights.get(component, {}).items())
         for name, added in ((name, added) for a, name, added in rows if a.at(component, name)):
             if on_meta(module, name):
@@ -209,7 +213,10 @@ class _Attached:
             self.undos.pop()()
 
     def begin_run(self, run: Run) -> None:
-        """A scale that cannot act is refused before anything is computed."""
+        """A LoRA or a scale that cannot act is refused before anything is computed."""
+        fused = self._fused(branches=True)
+        if fused:
+            raise IncompatibleError(f"lora: {fused} (a LoRA beside it has no effect)")
         value = None if run.request is None else scale_in(run.request[2])
         if value is not None:
             for scale in self.scales.values():
@@ -221,10 +228,22 @@ class _Attached:
             link.relink()
 
     def lost(self) -> str:
-        """Before an undo: a weight that accelerate has taken away since cannot be given its bits back."""
+        """Before an undo: a weight that others moved or fused since cannot be given its bits back."""
         for row in self.applied:
-            if row.how == "merged" and on_meta(unwrap_module(getattr(self.target.pipe, row.component)), row.layer):
+            module = unwrap_module(getattr(self.target.pipe, row.component))
+            if row.how == "merged" and taken_away(module.get_submodule(row.layer)):
                 return f"the weight of {row.layer} {ON_META}"
+        merged = {row.component for row in self.applied if row.how == "merged"}
+        copies = (copies_held(getattr(self.target.pipe, component)) for component in sorted(merged))
+        return self._fused(branches=False) or next(filter(None, copies), "")
+
+    def _fused(self, branches: bool) -> str:
+        """Which layers with branches (or with merged weights) were fused since, and the way out."""
+        for component in self.scales:
+            names = (r.layer for r in self.applied if r.component == component and (r.how != "merged") is branches)
+            fused = fused_since(component, unwrap_module(getattr(self.target.pipe, component)), names)
+            if fused:
+                return fused
         return ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
-from ...core.compat import unwrap_module
+from ...core.compat import copies_held, unwrap_module
 from ...core.options import Check, choose_name, number, take, take_plain, whole
 from ...core.run import Run
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError
@@ -19,8 +19,9 @@ from .. import originals
 from ..base import _HOLDERS
 from ..originals import Checkpoint as Source
 from ..originals import Originals
+from ..plain_loads import refuse_plain_loads
 from ..policy import Policy
-from ..swap import replaced_in_words, users
+from ..swap import ON_META, replaced_in_words, taken_away, users
 from ..weights import tensor_bytes, weight_bytes
 from .backends import AUTO, BACKENDS, Chosen, choose
 from .calibration import DEFAULT_MAX_BYTES
@@ -264,6 +265,7 @@ class _Attached:
         self.done: dict[str, list[_Layer]] = {}
         self.originals: dict[str, Originals] = {}
         self.modules: list[nn.Module] = []
+        self.undos: list[Callable[[], None]] = []
 
     def put_on(self) -> None:
         """Exchange the layers of every denoiser. Raises with nothing changed where that cannot be."""
@@ -287,6 +289,7 @@ class _Attached:
                 self.originals[work.component] = self._originals(work, names)
                 for name, layer in _layers(source, work, target, settings, seen.get(work.component, {})):
                     self._exchange(work, name, layer, chosen)
+                self.undos.append(refuse_plain_loads(self.modules[-1], names))
         except BaseException:
             self.take_off()
             raise
@@ -318,6 +321,8 @@ class _Attached:
 
     def take_off(self) -> None:
         """Give every layer back what it had."""
+        while self.undos:
+            self.undos.pop()()
         for component, rows in self.done.items():
             for row in reversed(rows):
                 weight = row.weight
@@ -335,7 +340,12 @@ class _Attached:
         """Why it cannot be undone, if so."""
         if any(row.kept is None for rows in self.done.values() for row in rows):
             return "keep_original='no' was asked for: load the pipeline anew"
-        return "; ".join(filter(None, (one.lost() for one in self.originals.values())))
+        for component, rows in self.done.items():
+            away = next((row.name for row in rows if taken_away(row.linear)), None)
+            if away is not None:
+                return f"the weight of {component}.{away} {ON_META}"
+        copies = [copies_held(module) for module in self.modules]
+        return "; ".join(filter(None, (*copies, *(one.lost() for one in self.originals.values()))))
 
     def displaced(self) -> str:
         """Which layers are others by now, in a clause."""

@@ -119,7 +119,11 @@ class SvdQuantLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of the input."""
-        return self.svdq.run(self, input)
+        state: State | None = getattr(self, "svdq", None)
+        if state is None:  # unmade, and somebody who came in between (a hook) goes on calling this
+            output: Tensor = type(self).forward(self, input)
+            return output
+        return state.run(self, input)
 
     def tensor(self, name: str, index: int) -> Tensor:
         """A buffer of a part, by its name without suffix."""
@@ -235,6 +239,15 @@ class SvdQuantLinear(nn.Linear):
     def _set_branch(self, down: Tensor, up: Tensor, scale: Tensor) -> None:
         self._buffers.update(proj_down=down, proj_up=up.contiguous(), branch_scale=scale)
         self.svdq.packed = None
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """A plain weight is refused before the bias is copied (the model refuses before anything is)."""
+        if prefix + "weight" in state_dict:
+            raise IncompatibleError(
+                f"load_state_dict: {prefix.removesuffix('.') or 'the layer'} holds 4-bit codes and takes no plain "
+                "weight: call pipe.disable_quantization() first, load, and quantize again"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SvdQuantLinear:
         """Moves follow, casts do not: a scale in another dtype is another scale."""

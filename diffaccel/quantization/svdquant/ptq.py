@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, safe_open
 from torch import nn
 
+from ...core.compat import unwrap_module
 from ...errors import InvalidOptionError, UnsupportedModelError
 from ...models.spec import ModelSpec
 from ..policy import Policy, Selection
@@ -77,6 +78,7 @@ def works(pipe: Any, spec: ModelSpec, settings: Settings) -> list[Work]:
     for component in spec.denoisers:
         module = getattr(pipe, component, None)
         if module is not None:
+            module = unwrap_module(module)  # torch.compile(model) has other names for its layers
             found.append(Work(component, module, *jobs(module, spec, settings.policy, settings.layout)))
     if not any(work.jobs for work in found):
         raise UnsupportedModelError(
