@@ -4,7 +4,7 @@ Quantized are the Linear layers inside a model's repeated blocks. Kept are, wher
 into shifts, scales and gates (adaLN modulation), embedders, norms and the final projection: few bytes, large errors.
 This is the union of what diffusers' quantizers, cache-dit and nunchaku keep.
 
-`sensitivity.py` measures the error of each layer, `budget.py` chooses what else to keep by it.
+`sensitivity.py` measures the error of each layer, and chooses by it what else to keep within a budget.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The seam: bit-equal where nobody answers, all of the attention goes through it, and nothing of it stays."""
+"""The interception: bit-equal where nobody answers, all of the attention goes through it, and nothing of it stays."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_bit_equal_and_complete(family: str) -> None:
         for module in intercepted:
             module.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
         assert torch.equal(table.run(pipe, family)[0], reference)
-        assert len(seen) >= calls[0] > 0, "some attention went past the seam"
+        assert len(seen) >= calls[0] > 0, "some attention went past the interception"
         layers = {where.layer for where in seen if where.layer >= 0}
         assert layers == set(range(found[0].layers))
     shapes = {(w.geometry.shape, w.geometry.text > 0) for w in seen if w.geometry is not None}
