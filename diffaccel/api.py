@@ -8,6 +8,7 @@ restore(pipe)                            # as if nothing had happened
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, TypeVar
 
 from .core.compat import host_edit
@@ -18,7 +19,8 @@ from .pipeline import dress
 from .planner import presets as _presets
 from .planner.options import Budget
 from .planner.plan import Plan
-from .planner.resolve import require_pipeline, resolve
+from .planner.presets.fitting import elsewhere
+from .planner.resolve import choose_hardware, require_pipeline, resolve
 
 P = TypeVar("P")
 
@@ -40,7 +42,8 @@ def accelerate(
         preset: a preset's name (`presets()` lists them), a path to a TOML file, a `Plan`, "auto", or None for
             only the overrides (with none of them: attach the verbs and the report, change nothing).
         budget: what may be spent; see `Budget`.
-        hardware: plan for this machine ("4090", "h100", "cpu", ...) instead of the one here.
+        hardware: plan for this machine ("4090", "h100", "cpu", ...) instead of the one here; warns where it is
+            another one.
         strict: raise where something asked for cannot act, instead of skipping it with a reason.
         **overrides: wishes on top of the preset, e.g. `cache="first_block", cache_threshold=0.1,
             attention="native"`; None switches a place off.
@@ -57,6 +60,9 @@ def accelerate(
         BudgetError: the budget cannot be met.
     """
     decision = resolve(pipe, preset, budget, hardware, strict, overrides)
+    where = None if hardware is None else elsewhere(decision.target.hardware, choose_hardware(pipe, None))
+    if where is not None:
+        warnings.warn(f"hardware={hardware!r}: {where}", UserWarning, stacklevel=3)  # 2 is the frame of `host_edit`
     before = handle_of(pipe)
     if before is not None and before.owns(pipe):
         kept, note = before.loras.over(decision.wishes)

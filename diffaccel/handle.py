@@ -270,7 +270,7 @@ class Acceleration:
             self._runs.append(run)
             with running(run):
                 yield run
-            completed = True
+            completed = not run.was_interrupted()
         finally:
             if self._runs and self._runs[-1] is run:
                 self._runs.pop()

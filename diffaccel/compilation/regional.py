@@ -15,7 +15,7 @@ import torch
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.chain import PREFIX, compiled_body
 from ..core.compat import COMPILED, REGISTRY, compile_backends, compile_counts, no_duck_shape, unwrap_module
-from ..core.options import BOOLEAN, GOT, take
+from ..core.options import BOOLEAN, GOT, short, take
 from ..core.run import Call, Run
 from ..errors import IncompatibleError, InvalidOptionError, MissingDependencyError, nearest
 from .toolchain import lacks
@@ -54,7 +54,10 @@ class RegionalCompile:
 
     def __post_init__(self) -> None:
         if not isinstance(self.backend, str):
-            raise InvalidOptionError(f"compile_backend must be a name, got {self.backend!r}")
+            raise InvalidOptionError(f"compile_backend must be a name, got {short(self.backend)}")
+        if self.backend != "inductor" and self.backend not in compile_backends():  # the usual one needs no import
+            near = nearest(self.backend, compile_backends())
+            raise InvalidOptionError(f"compile_backend={short(self.backend)}: {near}")
         if self.mode in GRAPH_MODES:
             raise InvalidOptionError(
                 f"compile_mode={self.mode!r} uses CUDA graphs, whose outputs the next block overwrites; allowed: "
@@ -78,10 +81,6 @@ class RegionalCompile:
                 f"{whole} is compiled as a whole already (torch.compile): its blocks are inside that graph. Give the "
                 "pipeline the plain model, or leave compile off",
                 IncompatibleError,
-            )
-        if self.backend not in compile_backends():
-            return Verdict.no(
-                f"compile_backend={self.backend!r}: {nearest(self.backend, compile_backends())}", InvalidOptionError
             )
         missing = lacks(self.backend, target.hardware)
         if missing is not None:

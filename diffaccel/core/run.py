@@ -168,6 +168,14 @@ class Run:
         self._held[name] = count_bytes
         self.bytes_peak = max(self.bytes_peak, sum(self._held.values()))
 
+    def was_interrupted(self) -> bool:
+        """Was it stopped by `pipe._interrupt = True`, as diffusers documents it, before its last step? Says so."""
+        stopped = bool(getattr(self.pipe, "_interrupt", False)) and (self.total is None or self.step < self.total)
+        if stopped:
+            of = "" if self.total is None else f" of {self.total}"
+            self.note(f"stopped by pipe._interrupt after {self.step}{of} steps")
+        return stopped
+
     def note(self, text: str) -> None:
         """A remark for the report, once."""
         if text not in self.notes:

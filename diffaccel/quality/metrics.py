@@ -6,7 +6,8 @@ Pictures may be given as
   PIL images      one, a list, or for video a list of lists of frames;
   files           the path of a picture, of a folder of frames, or of a video (see `files`);
   lists           of any of these that have one shape.
-Values are in 0..1, and 8-bit ones (PIL, uint8, files) are divided by 255. The peak is therefore always 1. Both
+Values are in 0..1 (others are refused), and 8-bit ones (PIL, uint8, files) are divided by 255. The peak is therefore
+always 1. Both
 sides may be of different forms, but must show as many pictures of the same size, else `InvalidOptionError`. One
 video may be given with or without the batch axis.
 
@@ -25,6 +26,7 @@ import torch
 from ..errors import InvalidOptionError
 from . import files
 
+_ROUNDING = 4e-3  # of bfloat16 at 1, by which a decoder's answer may be outside
 _SSIM_MIN_SIDE = 11  # the Gaussian window of SSIM
 
 
@@ -53,9 +55,23 @@ def pair(reference: Any, candidate: Any) -> tuple[torch.Tensor, torch.Tensor]:
             f"the reference has shape {list(ours.shape)} but the candidate has {list(theirs.shape)}: "
             "both must show the same pictures at the same size"
         )
+    _require_unit("reference", ours)
+    _require_unit("candidate", theirs)
     dtype = torch.promote_types(ours.dtype, theirs.dtype)
     ours, theirs = ours.to(dtype), theirs.to(ours.device, dtype)
     return ours.flatten(0, -4), theirs.flatten(0, -4)
+
+
+def _require_unit(side: str, pictures: torch.Tensor) -> None:
+    """Refuse values outside of 0..1 (a rounding's worth is let through; NaN shows in the result)."""
+    known = pictures[~pictures.isnan()]
+    low, high = (float(known.min()), float(known.max())) if known.numel() else (0.0, 0.0)
+    if low < -_ROUNDING or high > 1 + _ROUNDING:
+        hint = "from -1..1 by x / 2 + 0.5" if low < 0 and low >= -1.1 and high <= 1.1 else "and divide 0..255 by 255"
+        raise InvalidOptionError(
+            f"the {side} has values from {low:.4g} to {high:.4g}: pictures in floating point are in 0..1, so that the "
+            f"peak is 1; bring them there first ({hint})"
+        )
 
 
 def mse(reference: Any, candidate: Any) -> float:

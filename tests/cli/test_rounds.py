@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import diffaccel
-from diffaccel.cli.rounds import PLAIN, STRENGTHS, Strength, computed_steps, measure
+from diffaccel.cli.rounds import BATCH, PLAIN, STRENGTHS, Strength, computed_steps, measure
 
 
 class DiaryPipe:
@@ -102,3 +102,25 @@ def test_the_shipped_strengths_are_plain_and_three_of_one_preset():
     assert {strength.preset for strength in STRENGTHS[1:]} == {"cpu-demo"}
     assert not STRENGTHS[2].overrides  # the preset as it is
     assert STRENGTHS[1].overrides["cache_threshold"] < STRENGTHS[3].overrides["cache_threshold"]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_many_prompts_go_through_in_bounded_batches(batch):
+    """Every prompt once, in order, from its own noise, whatever the batch; the seconds of a round are its calls'."""
+    pipe = DiaryPipe()
+    prompts = [f"prompt {i}" for i in range(5)]
+    outcomes = measure(pipe, prompts, {}, steps=6, rounds=1, seed=7, batch=batch, strengths=THREE, clock=pipe.clock)
+    assert all(len(seeds) <= batch for seeds in pipe.noises)
+    calls = -(-len(prompts) // batch)
+    assert len(pipe.noises) == calls * 6
+    assert [seed for seeds in pipe.noises[:calls] for seed in seeds] == [7, 8, 9, 10, 11]
+    for outcome, seconds in zip(outcomes, (10, 4, 4), strict=True):
+        assert [image.split(" {")[0].rsplit(" ", 1)[0] for image in outcome.images] == prompts
+        assert outcome.seconds == [calls * seconds]
+        assert len(outcome.computed) == 6
+
+
+def test_the_demo_is_bounded_unless_told_otherwise():
+    pipe = DiaryPipe()
+    measure(pipe, ["a"] * 40, {}, steps=2, rounds=1, strengths=(PLAIN,), clock=pipe.clock)
+    assert max(len(seeds) for seeds in pipe.noises) == BATCH <= 16

@@ -22,6 +22,16 @@ def machine(hardware: Hardware) -> str | None:
     return next((word for word in words if word in HARDWARE), None)
 
 
+def elsewhere(planned: Hardware, here: Hardware) -> str | None:
+    """A sentence for a plan that is put into effect on another machine than it was made for; None on the same one."""
+    if planned == here or (machine(planned) is not None and machine(planned) == machine(here)):
+        return None
+    return (
+        f"planned for {planned}, but this is {here}: what that machine is good at may be slow here, or fail (leave "
+        "hardware= out to plan for this one)"
+    )
+
+
 def fit(preset: Preset, asked: object, family: str, hardware: Hardware, overrides: Collection[str] = ()) -> Preset:
     """The preset for this family and machine.
 
