@@ -16,6 +16,8 @@ from .tiles import multiple, nearest_overlap
 
 AXES = ("height", "width")
 
+TAKE_BACK = "disable_vae_tiling() and enable it again to take its place"  # the way out, where the user set tiles since
+
 
 @dataclass(frozen=True)
 class Sizes:

@@ -67,6 +67,18 @@ def other_weight(pipe: Any) -> None:
     layer.weight = nn.Parameter(torch.randn(layer.out_features, layer.in_features))
 
 
+def tiling_on(pipe: Any) -> None:
+    pipe.vae.enable_tiling()
+
+
+def tiling_off(pipe: Any) -> None:
+    pipe.vae.disable_tiling()
+
+
+def other_tiles(pipe: Any) -> None:
+    pipe.vae.tile_latent_min_size = 3
+
+
 def cpu_offload(pipe: Any) -> None:
     from accelerate.hooks import CpuOffload, add_hook_to_module
 
@@ -87,6 +99,7 @@ class Case:
 FLEX = {"attention": "flex"}
 SAGE = {"attention": "sage", "attention_variant": "reference"}
 RADIAL = {"attention": "radial", "attention_dense_steps": 0, "attention_dense_layers": 0}
+BLENDED = {"vae_tiling": "blended", "vae_tiling_tile_height": 4, "vae_tiling_tile_width": 4}
 COMPILE = {"compile": True, "compile_backend": "eager"}
 
 CASES = {
@@ -104,6 +117,9 @@ CASES = {
     "layer, int8": Case("wan", {"quantization": "int8"}, "quantization.int8", other_layer, "attn1.to_q"),
     "weight, fp8": Case("wan", {"quantization": "fp8"}, "quantization.fp8", other_weight, "ffn.net.2"),
     "layer, svdquant": Case("wan", {"quantization": "svdquant"}, "quantization.svdquant", other_layer, "attn1.to_q"),
+    "tiling, exact": Case("flux", {"vae_tiling": "exact"}, "vae.tiling", tiling_on, "vae.enable_tiling()"),
+    "tiling off, blended": Case("flux", BLENDED, "vae.tiling", tiling_off, "vae.disable_tiling()"),
+    "tiles, blended": Case("flux", BLENDED, "vae.tiling", other_tiles, "tile_latent_min_size"),
     "offload": Case("wan", {"offload": "stage"}, "offload.stage", cpu_offload, "accelerate's offload"),
 }
 
@@ -131,6 +147,8 @@ def test_the_report_says_who_took_a_levers_place(name: str) -> None:
     assert case.says in reason(pipe, case.item)
     restore(pipe)
     assert torch.equal(tiny.run(pipe, case.family), tiny.run(plain, case.family)), "what was set last stays"
+    settings = [{k: v for k, v in vars(one.vae).items() if "til" in k} for one in (pipe, plain)]
+    assert settings[0] == settings[1]
 
 
 @pytest.mark.parametrize("name", ["slicing", "classic processor", "backend", "backend, sparse"])

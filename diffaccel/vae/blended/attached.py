@@ -15,7 +15,7 @@ from ...core.run import Run, current_run
 from ...errors import DiffaccelError
 from ...models.vae import vae_card
 from ..callers import called_by_another
-from ..layout import Tiling, vae_of
+from ..layout import TAKE_BACK, Tiling, vae_of
 from .join_frames import decode_in_frame_tiles
 
 
@@ -35,12 +35,22 @@ class Config(Protocol):
 
 @dataclass
 class Holder:
-    """Who tiles an autoencoder, and how its tile attributes were before."""
+    """Who tiles an autoencoder, how its tile attributes were before, and what the lever set them to."""
 
     pipe: weakref.ref[Any]
     before: dict[str, Any]
+    set: dict[str, Any]
+
+    def changed(self, vae: Any) -> dict[str, Any]:
+        """Tile attributes that somebody has set otherwise since."""
+        return {name: value for name, value in _tile_attributes(vae).items() if self.set.get(name, _NOT) != value}
+
+    def without(self, vae: Any) -> dict[str, Any]:
+        """The tile attributes as they would be without the lever: those of before, and what was set since."""
+        return {**self.before, **self.changed(vae)}
 
 
+_NOT = object()
 _HOLDERS: weakref.WeakKeyDictionary[Any, Holder] = weakref.WeakKeyDictionary()
 
 
@@ -51,6 +61,10 @@ def holder_of(vae: Any) -> Holder | None:
 
 def _is_tile_attribute(name: str) -> bool:
     return name.startswith(("use_tiling", "use_framewise_", "tile_")) or name.endswith("_frames_batch_size")
+
+
+def _tile_attributes(vae: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(vae).items() if _is_tile_attribute(name)}
 
 
 def _put_back(vae: Any, before: Mapping[str, Any]) -> None:
@@ -80,17 +94,17 @@ class TilingAttached:
         vae = vae_of(self.target.pipe)
         left = holder_of(vae) if vae is not None else None
         if left is not None and left.pipe() is None:  # a pipeline that went without restore
-            _put_back(vae, left.before)
+            _put_back(vae, left.without(vae))
             del _HOLDERS[vae]
         verdict = self.lever.check(self.target)
         if not verdict.ok:
             raise verdict.error(f"{self.lever.name}: {verdict.reason}")
-        before = {name: value for name, value in vars(vae).items() if _is_tile_attribute(name)}
+        before = _tile_attributes(vae)
         made = self.lever.tiling(vae, None)
-        _HOLDERS[vae] = Holder(weakref.ref(self.target.pipe), before)
         vae.enable_tiling()
         for name, value in (made.settings if made is not None else {}).items():
             setattr(vae, name, value)
+        _HOLDERS[vae] = Holder(weakref.ref(self.target.pipe), before, _tile_attributes(vae))
         self.vae, self.made, self.why_not = vae, made, ""
         self.undos = [add_layer(vae, "decode", self._decode), add_layer(vae, "encode", self._encode)]
         if vae_card(vae).joins_late:
@@ -100,13 +114,23 @@ class TilingAttached:
         self.undos.append(gone.detach)
 
     def detach(self) -> None:
-        """Give the autoencoder back the tiling it came with."""
+        """Give the autoencoder back the tiling it came with; what was set by others since stays."""
         if self.vae is None:
             return
         for undo in self.undos:
             undo()
-        _put_back(self.vae, _HOLDERS.pop(self.vae).before)
+        _put_back(self.vae, _HOLDERS.pop(self.vae).without(self.vae))
         self.vae, self.made, self.undos = None, None, []
+
+    def displaced(self) -> str:
+        """What of the tiling was set otherwise since, in a clause; "" where nothing was."""
+        holder = None if self.vae is None or self.for_others else holder_of(self.vae)
+        changed = {} if holder is None else holder.changed(self.vae)
+        if not changed:
+            return ""
+        if not getattr(self.vae, "use_tiling", True):
+            return f"the VAE's tiling was switched off since (vae.disable_tiling()); {TAKE_BACK}"
+        return f"the VAE was given other tiles since ({', '.join(sorted(changed))}), and goes by these; {TAKE_BACK}"
 
     def follow(self) -> None:
         """Before a run: if the pipeline has another autoencoder by now, tile that one."""
@@ -139,10 +163,9 @@ class TilingAttached:
         others = run not in self.runs if run is not None else called_by_another(self.target.pipe)
         with self.lock:
             outer, self.for_others = self.for_others, others
-            attributes = vars(self.vae)
-            ours = {name: value for name, value in attributes.items() if _is_tile_attribute(name)}
+            ours = _tile_attributes(self.vae)
             if others:
-                _put_back(self.vae, _HOLDERS[self.vae].before)
+                _put_back(self.vae, _HOLDERS[self.vae].without(self.vae))
             try:
                 yield
             finally:
@@ -180,6 +203,9 @@ class TilingAttached:
             return
         seen["decodes"] += 1
         made = self.made
+        if not getattr(self.vae, "use_tiling", True):
+            seen["why"] = self.displaced()
+            return
         if made is None or made.always or made.cuts(z.shape):
             seen["tiled"] += 1
             return

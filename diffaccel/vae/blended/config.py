@@ -118,6 +118,7 @@ class VaeTiling:
             end_run=state.end_run,
             relink=state.follow,
             stats=state.stats,
+            displaced=state.displaced,
         )
 
 

@@ -18,7 +18,7 @@ from ...core.accelerator import Target
 from ...core.method_layers import add_layer
 from ...core.run import Run, current_run
 from ..callers import called_by_another
-from ..layout import vae_of
+from ..layout import TAKE_BACK, vae_of
 from .backends import find_backend, itemsize_of
 from .budget import Choice, Limits, choose_strips, expected
 
@@ -42,6 +42,7 @@ class ExactAttached:
         self.lever, self.target = lever, target
         self.vae: Any = None
         self.why_not = ""
+        self.tiled = False  # was diffusers' tiling on when we came? Then we stand in for it.
         # Beside `run.state`, whose values a snapshot copies and puts into another run.
         self.works: weakref.WeakKeyDictionary[Run, StripWork] = weakref.WeakKeyDictionary()
         self.undos: list[Callable[[], object]] = []
@@ -58,7 +59,7 @@ class ExactAttached:
         def encode(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return self._call(True, below, args, kwargs)
 
-        self.vae, self.why_not = vae, ""
+        self.vae, self.why_not, self.tiled = vae, "", bool(getattr(vae, "use_tiling", False))
         self.undos = [add_layer(vae, "_decode", decode), add_layer(vae, "_encode", encode)]
         gone = weakref.finalize(self.target.pipe, self.detach)  # without restore: plain again all the same
         gone.atexit = False
@@ -69,6 +70,12 @@ class ExactAttached:
         for undo in self.undos:
             undo()
         self.vae, self.undos = None, []
+
+    def displaced(self) -> str:
+        """Was diffusers' tiling switched on since? In a clause; "" where it was not."""
+        if self.vae is None or self.tiled or not getattr(self.vae, "use_tiling", False):
+            return ""
+        return f"the VAE's own tiling was switched on since (vae.enable_tiling()), and decodes; {TAKE_BACK}"
 
     def follow(self) -> None:
         """Before a run: if the pipeline has another autoencoder by now, go on with that one."""
@@ -87,7 +94,7 @@ class ExactAttached:
     def _call(self, encode: bool, below: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = current_run()
         work = self.works.get(run) if run is not None else self._by_hand()
-        if work is None:
+        if work is None or self.displaced():
             return below(*args, **kwargs)
         return work.call(encode, below, args, kwargs)
 

@@ -102,4 +102,5 @@ class ExactVae:
             end_run=state.end_run,
             relink=state.follow,
             stats=state.stats,
+            displaced=state.displaced,
         )
