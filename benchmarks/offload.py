@@ -2,13 +2,20 @@
 
 A FLUX transformer with random weights (12 single blocks of 35 MB in float32) in the testbed's pipeline, at a size at
 which reading takes about as long as computing, and at one at which computing takes longer. In every round, in turn:
-all weights in memory; the bare read of what one pass moves (preadv into one buffer); diffaccel; diffaccel with a
-schedule that reuses every second step; diffusers' group offload to disk, block by block. Seconds are those from the
-end of the first step to the end of the last one, per step; medians over the rounds. Before each step and each bare
-read the files are dropped from the page cache (posix_fadvise DONTNEED after fsync), so that each pass reads from the
-device; the host of a virtual machine may still hold them. Prints one JSON document and writes results/offload.json.
+all weights in memory; the bare read of what one pass moves (preadv into one buffer); diffaccel; the bare read again;
+diffaccel with a schedule that reuses every second step; diffusers' group offload to disk, block by block; all weights
+in memory again. Every second round goes the other way round.
 
-    python benchmarks/offload.py [--rounds 3] [--out FILE]
+Seconds are those from the end of the first step to the end of the last one, per step, with all that happens in between
+in every row: what is not counted could be used for reading. After each step and before each bare read the files are
+dropped from the page cache (posix_fadvise DONTNEED), so that each pass reads from the device; the host of a virtual
+machine may still hold them, and does so more or less from one minute to the next.
+
+The lower bound of a round is max(compute, read), where both are the *faster* of the two measurements that stand around
+the offload of that round. It is the bound of one thread that computes and one that reads, each alone on a core.
+Prints one JSON document and writes results/offload.json.
+
+    python benchmarks/offload.py [--rounds 5] [--out FILE]
 """
 
 from __future__ import annotations
@@ -57,21 +64,18 @@ def drop(folder: Path) -> None:
 
 
 def per_step(pipe: Any, call: dict[str, Any], folder: Path) -> tuple[float, torch.Tensor]:
-    """(seconds per step from the first step's end on, latents)."""
-    steps: list[float] = []
-    begun = 0.0
+    """(seconds per step from the first step's end to the last one's, latents)."""
+    ends: list[float] = []
 
     def mark(pipe: Any, index: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        nonlocal begun
-        steps.append(time.perf_counter() - begun)
-        drop(folder)  # not counted
-        begun = time.perf_counter()
+        ends.append(time.perf_counter())
+        drop(folder)  # counted: a reader goes on meanwhile
         return {}
 
     drop(folder)
     generator = torch.Generator().manual_seed(0)
     latents = pipe(**call, generator=generator, callback_on_step_end=mark).images
-    return sum(steps[1:]) / len(steps[1:]), latents
+    return (ends[-1] - ends[0]) / (len(ends) - 1), latents
 
 
 def bare_read(folder: Path) -> float:
@@ -95,27 +99,40 @@ def anonymous_bytes() -> int:
     return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("RssAnon"))
 
 
-def one_round(pipe: Any, call: dict[str, Any], peer: Any) -> dict[str, Any]:
-    """Every way of running, once."""
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        found["resident_s"], plain = per_step(pipe, call, folder)
-        full_bytes = anonymous_bytes()
-        options = {"offload": "layerwise", "offload_store": "disk", "offload_folder": name}
-        for key, more in (("offload", {}), ("half_hits", SCHEDULE)):
-            accelerate(pipe, preset=None, strict=True, **options, **more)
-            if key == "offload":
-                found["read_s"] = bare_read(folder)
-                found["freed_bytes"] = full_bytes - anonymous_bytes()
-            found[f"{key}_s"], latents = per_step(pipe, call, folder)
-            found[f"{key}_stats"] = dict(pipe.acceleration.report.stats[ITEM])
+def one_round(pipe: Any, call: dict[str, Any], peer: Any, backwards: bool) -> dict[str, Any]:
+    """Every way of running, once; what bounds the offload stands around it, twice."""
+    found: dict[str, Any] = {"resident": [], "read": []}
+
+    def resident() -> None:
+        seconds, found["latents"] = per_step(pipe, call, peer[1])
+        found["resident"].append(seconds)
+        found.setdefault("full_bytes", anonymous_bytes())
+
+    def offload() -> None:
+        with tempfile.TemporaryDirectory() as name:
+            options = {"offload": "layerwise", "offload_store": "disk", "offload_folder": name}
+            accelerate(pipe, preset=None, strict=True, **options)
+            found["freed_bytes"] = found.get("full_bytes", anonymous_bytes()) - anonymous_bytes()
+            found["read"].append(bare_read(Path(name)))
+            found["offload_s"], found["offload_latents"] = per_step(pipe, call, Path(name))
+            found["read"].append(bare_read(Path(name)))
+            found["offload_stats"] = dict(pipe.acceleration.report.stats[ITEM])
             found["predicted"] = dict(pipe.acceleration.plan.item(ITEM).predicted)
-            found[f"{key}_equal"] = bool(torch.equal(latents, plain))
+            accelerate(pipe, preset=None, strict=True, **options, **SCHEDULE)
+            found["half_hits_s"], _ = per_step(pipe, call, Path(name))
+            found["half_hits_stats"] = dict(pipe.acceleration.report.stats[ITEM])
             restore(pipe)
-    found["diffusers_s"], latents = per_step(peer[0], call, peer[1])
-    found["diffusers_equal"] = bool(torch.equal(latents, plain))
-    return found
+
+    def diffusers() -> None:
+        found["diffusers_s"], found["diffusers_latents"] = per_step(peer[0], call, peer[1])
+
+    ways = [resident, offload, resident, diffusers]
+    for way in reversed(ways) if backwards else ways:
+        way()
+    plain = found.pop("latents")
+    for name in ("offload", "diffusers"):
+        found[f"{name}_equal"] = bool(torch.equal(found.pop(f"{name}_latents"), plain))
+    return found | {"resident_s": min(found["resident"]), "read_s": min(found["read"])}
 
 
 def diffusers_peer(folder: Path) -> Any:
@@ -138,7 +155,8 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     mid: Callable[[str], float] = lambda key: median(found[key] for found in rounds)  # noqa: E731
     last = rounds[-1]
     peak, predicted = last["offload_stats"]["live_bytes_peak"], last["predicted"]["resident_bytes"]
-    bound = max(mid("resident_s"), mid("read_s"))
+    ratios = [f["offload_s"] / max(f["resident_s"], f["read_s"]) for f in rounds]
+    peers = [f["diffusers_s"] / max(f["resident_s"], f["read_s"]) for f in rounds]
     return {
         "seconds_per_step": {
             "compute (all weights in memory)": mid("resident_s"),
@@ -147,9 +165,12 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
             "offload, every second step reused": mid("half_hits_s"),
             "diffusers group offload to disk": mid("diffusers_s"),
         },
-        "offload / max(compute, read)": mid("offload_s") / bound,
-        "offload / max, each round": [f["offload_s"] / max(f["resident_s"], f["read_s"]) for f in rounds],
-        "diffusers / max(compute, read)": mid("diffusers_s") / bound,
+        "offload / max(compute, read), median of the rounds": median(ratios),
+        "offload / max, each round": ratios,
+        "offload / (compute + read), median": median(f["offload_s"] / (f["resident_s"] + f["read_s"]) for f in rounds),
+        "diffusers / max(compute, read), median": median(peers),
+        "compute, each round": [f["resident"] for f in rounds],
+        "bare read, before and after, each round": [f["read"] for f in rounds],
         "bytes resident": {"measured": peak, "predicted": predicted, "ratio": peak / predicted},
         "bytes of anonymous memory freed": last["freed_bytes"],
         "bytes read": {
@@ -166,7 +187,7 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "offload.json")
     args = parser.parse_args()
     torch.set_num_threads(1)  # one core computes, one reads
@@ -177,12 +198,13 @@ def main() -> None:
         for name, pixels in SIZES.items():
             sized = call | {"height": pixels, "width": pixels}
             if not rows:
-                one_round(pipe, sized, peer)  # warms up
-            rows[name] = summary([one_round(pipe, sized, peer) for _ in range(args.rounds)])
+                one_round(pipe, sized, peer, False)  # warms up
+            rows[name] = summary([one_round(pipe, sized, peer, bool(i % 2)) for i in range(args.rounds)])
     size = sum(p.numel() * 4 for p in pipe.transformer.single_transformer_blocks[0].parameters())
     document = {
         "model": f"FLUX, {BLOCKS} single blocks of {size / 1e6:.1f} MB, float32",
-        "settings": {"resident_layers": 2, "prefetch": 1, "steps": STEPS, "rounds": args.rounds, "threads": 1},
+        "settings": {"resident_layers": 2, "prefetch": 1, "steps": STEPS, "rounds": args.rounds},
+        "threads": {"that compute": torch.get_num_threads(), "that read": "1 (diffaccel, bare read); diffusers: none"},
         "page cache": "dropped before every step (posix_fadvise DONTNEED); the host of a virtual machine may hold it",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "rows": rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -186,6 +187,7 @@ def unfit(backend: Backend, hardware: Hardware, dtype: str, head_dim: int | None
     return reason
 
 
+@functools.cache
 def label(backend: Backend) -> str:
     """How messages call it."""
     return f"sage variant {backend.name!r}" if SAGE.get(backend.name) is backend else backend.name

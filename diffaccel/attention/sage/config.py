@@ -210,12 +210,12 @@ class SageHandler:
             return "it has a mask beside causal attention, or for a log-sum-exp of padded queries"
         reasons = []
         for backend, kernel in self.kernels:
-            answers = (
-                unfit_call(backend, q.shape, (batch, n, heads, dim), q.dtype, q.device.type, False, inputs.causal,
-                           inputs.gqa, inputs.lse, inputs.scale)
-                for n in sorted(set(valid))
-            )  # fmt: skip
-            reason = next((answer for answer in answers if answer is not None), None)
+            reason = None
+            for n in sorted(set(valid)):
+                reason = reason or unfit_call(
+                    backend, q.shape, (batch, n, heads, dim), q.dtype, q.device.type, False, inputs.causal,
+                    inputs.gqa, inputs.lse, inputs.scale,
+                )  # fmt: skip
             if reason is None:
                 return backend.name, kernel, valid
             reasons.append(reason)

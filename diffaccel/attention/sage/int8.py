@@ -7,8 +7,8 @@ keys; softmax and P·V stay in floating point. Unlike the paper, P·V is summed 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +43,7 @@ def per_block(x: torch.Tensor, block: int, mean: torch.Tensor | None = None) -> 
     blocks = -(-tokens // block)
     values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = torch.empty(batch, heads, blocks, dtype=torch.float32, device=x.device)
-    for part in _heads_at_a_time(x):
+    for part in _heads_at_a_time(heads, x.numel()):
         piece = x[:, part].float()
         if mean is not None:
             piece = piece - mean[:, part]
@@ -56,10 +56,14 @@ def per_block(x: torch.Tensor, block: int, mean: torch.Tensor | None = None) -> 
     return values, scales
 
 
-def _heads_at_a_time(x: torch.Tensor) -> Iterator[slice]:
-    """So many heads that a float32 copy of them has about CHUNK numbers: all at once could double a model's memory."""
-    step = max(1, CHUNK * x.shape[1] // max(1, x.numel()))
-    return (slice(head, head + step) for head in range(0, x.shape[1], step))
+@functools.lru_cache(64)
+def _heads_at_a_time(heads: int, numbers: int) -> tuple[slice, ...]:
+    """So many heads that a float32 copy of them has about CHUNK numbers: all at once could double a model's memory.
+
+    `numbers` are those of the whole tensor.
+    """
+    step = max(1, CHUNK * heads // max(1, numbers))
+    return tuple(slice(head, head + step) for head in range(0, heads, step))
 
 
 def quantize(
@@ -71,7 +75,7 @@ def quantize(
     shift = None
     if mean is not None and want_shift:
         wide = mean.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3)
-        parts = [(q[:, part].float() @ wide[:, part])[..., 0] for part in _heads_at_a_time(q)]
+        parts = [(q[:, part].float() @ wide[:, part])[..., 0] for part in _heads_at_a_time(q.shape[1], q.numel())]
         shift = torch.cat(parts, 1) * factor
     values, scales = per_block(q, BLOCK_QUERIES)
     scales = scales * (factor * math.log2(math.e))
@@ -102,7 +106,7 @@ def int8_attention_reference(
     q8, k8 = quantize(q, k, scale, smooth_k, want_shift=return_lse)
     group = q.shape[1] // k.shape[1]
     keys = k8.values.float() * k8.scales.repeat_interleave(BLOCK_KEYS, 2)[:, :, : k.shape[2], None]
-    keys, values = (x.repeat_interleave(group, 1) for x in (keys, v.float()))
+    keys, values = keys.repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for block in range(q8.scales.shape[2]):  # a block of queries at a time: scores of all at once may not fit

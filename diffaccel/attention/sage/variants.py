@@ -71,7 +71,7 @@ def _version_3(kernel: Kernel, inputs: Inputs, smooth_k: bool) -> Answer:
 
 
 def _ours(kernel: Kernel, inputs: Inputs, smooth_k: bool) -> Answer:
-    q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+    q, k, v = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
     found = kernel(q, k, v, scale=inputs.scale, smooth_k=smooth_k, return_lse=inputs.lse)
     return (found[0].transpose(1, 2), found[1]) if inputs.lse else found.transpose(1, 2)
 

@@ -42,11 +42,3 @@ def will_compute(call: Call, listeners: Sequence[Any]) -> bool:
         if reuses is not None and reuses(call.run, *after) is not False:
             return False
     return True
-
-
-def undecided(listeners: Sequence[Any]) -> bool:
-    """Has a cache still to decide, inside this call, whether the blocks to come are run?"""
-    for listener in listeners:  # noqa: SIM110 - a loop: this is asked at every block, and a generator would count as calls
-        if getattr(listener, "open", None) is True:
-            return True
-    return False

@@ -19,7 +19,7 @@ from ...core.chain import stood_in_for
 from ...core.run import Call
 from ..transfer import Buffer, TransferStream
 from .block import Block
-from .foresight import undecided, will_compute
+from .foresight import will_compute
 
 
 @dataclass
@@ -158,7 +158,8 @@ class Prefetcher:
             del self.busy[block.index]
             self.held.pop(block.index, None)
             if self.stream is not None:
-                self.stream.leave(buffer)
+                if self.device.type != "cpu":  # a CPU is through with the block when its forward returns
+                    self.stream.leave(buffer)
                 if buffer in self.buffers:  # others were for one use
                     self.free.append(buffer)
             self._ahead(block.component, block.index)
@@ -240,8 +241,11 @@ class Prefetcher:
         if not self.prefetch or self.stream is None or call is None or torch.is_grad_enabled():
             return
         order = self.order.get(component)
-        if not order or undecided(self.listeners):
+        if not order:
             return
+        for listener in self.listeners:
+            if getattr(listener, "open", None) is True:
+                return  # a cache has still to decide, inside this call, whether the blocks to come are run
         wanted = self._wanted(call, order, index)
         for block in wanted:
             if block.index in self.held:
@@ -249,7 +253,7 @@ class Prefetcher:
             versions = block.versions()
             if versions is None:
                 continue  # given other tensors: `enter` stores them first
-            buffer = self._room() or self._steal(wanted)
+            buffer = (self.free.pop() if self.free else self._room()) or self._steal(wanted)
             if buffer is None:
                 return
             self._start(self.stream, block, buffer, versions)
