@@ -154,7 +154,7 @@ def _components(
 
     # (a header's alpha is read by the loader alone)
     by_loader = header_alpha and hasattr(type(pipe), "lora_state_dict")
-    state, alphas, said = converted(source if by_loader else {key: value.clone() for key, value in held.items()})
+    state, alphas, said = converted(source if by_loader else dict(held))
     lost = dropped(held, state, states) if not by_loader else []
     _report(lost, problems)
     if doras:
