@@ -61,8 +61,8 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Applied:
-    """What one adapter does to one layer. `how`: "branch", "low-rank branch" (of a 4-bit layer), "merged", or "replaced"
-    (norms of a Control LoRA)."""
+    """What one adapter does to one layer. `how`: "branch", "low-rank branch" (of a 4-bit layer), "merged", or
+    "replaced" (norms of a Control LoRA)."""
 
     component: str
     layer: str
