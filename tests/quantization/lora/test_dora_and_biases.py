@@ -145,15 +145,26 @@ def test_bf16_and_two_prompts(family: str, more: dict[str, bool]) -> None:
     assert ours <= 1.3 * theirs, (ours, theirs)
 
 
-@pytest.mark.parametrize("quantization", [{"fp8": "storage"}, {"fp8": "weight_only"}, {"int8": "weight_only"}])
-@pytest.mark.parametrize("kind", ["dora", "bias"])
-def test_on_quantized_weights(quantization: dict[str, str], kind: str) -> None:
+def quantized(scheme: str) -> Any:
+    """An accelerated pipeline with quantized weights."""
+    pipe = build("flux")
+    if scheme == "quanto":
+        from optimum.quanto import freeze, qint8, quantize
+
+        quantize(pipe.transformer, weights=qint8)
+        freeze(pipe.transformer)
+        return attach(pipe)
+    name, _, how = scheme.partition(" ")
+    return getattr(attach(pipe), f"enable_{name}")(scheme=how, keep_original="host")
+
+
+@pytest.mark.parametrize("scheme", ["fp8 storage", "fp8 weight_only", "int8 weight_only", "quanto"])
+@pytest.mark.parametrize("kind", ["dora", "bias", "plain"])
+def test_on_quantized_weights(scheme: str, kind: str) -> None:
     """Equal to peft on a plain model that holds the dequantized weights."""
-    pipe, other = build("flux"), build("flux")
-    state = peft(pipe, FLUX_LAYERS, dora=kind == "dora", bias=kind == "bias")
-    (name, scheme), *_ = quantization.items()
-    getattr(attach(pipe), f"enable_{name}")(scheme=scheme, keep_original="host")
-    changed = 0
+    other = build("flux")
+    state = peft(other, FLUX_LAYERS, dora=kind == "dora", bias=kind == "bias")
+    pipe, changed = quantized(scheme), 0
     for path, layer in pipe.transformer.named_modules():
         if isinstance(layer, torch.nn.Linear):
             dense = dense_weight(layer)
@@ -164,8 +175,11 @@ def test_on_quantized_weights(quantization: dict[str, str], kind: str) -> None:
     assert changed > 10
     other.load_lora_weights(copied(state), adapter_name="a")
     other.set_adapters("a", 0.8)
+    before = run(pipe, "flux")
     pipe.acceleration.loras.load(state, "a", 0.8)
     assert distance(run(pipe, "flux"), run(other, "flux")) < 1e-5
+    pipe.acceleration.loras.unload()
+    assert torch.equal(run(pipe, "flux"), before)
 
 
 @pytest.mark.parametrize("kind", ["dora", "bias", "plain"])
