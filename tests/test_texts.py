@@ -58,7 +58,7 @@ def texts_of(name: str, source: str) -> Iterator[str]:
 
 
 def without_examples(page: str) -> str:
-    """A page without the blocks that have a title: files that are not there, which tests/test_contributing.py runs."""
+    """A page without the blocks that have a title: files that are not there; a test of their own runs them."""
     return re.sub(r'^```python title="(.*?)^```$', "", page, flags=re.MULTILINE | re.DOTALL)
 
 
