@@ -48,9 +48,12 @@ ASIDE: dict[tuple[str, str], str] = {
 
 def steps_aside(method: str, family: str) -> str | None:
     """Part of the note with which `method` keeps out of every run of a pipeline under test, None where it acts."""
-    return (FAMILIES[family].stands_down if family in FAMILIES else "") or ASIDE.get((method, family))
+    aside = FAMILIES[family].stands_down if family in FAMILIES else ""
+    return ASIDE.get((method, family)) if "controlnet" in aside else aside or ASIDE.get((method, family))
 
 
-def skipped_because(method: str, card: str) -> str | None:
-    """Part of the reason for which `method` is left out on a family, None where it acts."""
-    return SKIPPED.get(method, {}).get(card)
+def skipped_because(method: str, family: str) -> str | None:
+    """Part of the reason for which `method` is left out of a pipeline under test, None where it acts."""
+    if "controlnet" in FAMILIES[family].stands_down:
+        return "has a controlnet"
+    return SKIPPED.get(method, {}).get(FAMILIES[family].card)

@@ -23,6 +23,17 @@ from ..scopes.stack import blocks_of
 GUARDED = ("min_steps", "warmup_steps", "last_steps", "max_consecutive", "max_total", "start", "end", "max_bytes")
 
 
+def controlled(target: Target) -> str | None:
+    """Why a cache would step aside in every call of this pipeline, or None."""
+    if not target.spec.stand_down:
+        return None
+    parts = getattr(target.pipe, "components", {})
+    found = next((name for name, part in parts.items() if "controlnet" in name and part is not None), None)
+    if found is None:
+        return None
+    return f"{type(target.pipe).__name__} has a {found}, which acts on blocks from outside: caches step aside for it"
+
+
 def counted(cache: StepCache, target: Target) -> int:
     """How many blocks the main denoiser has."""
     return len(blocks_of(unwrap_module(cache.main(target)), target.spec))
@@ -141,6 +152,9 @@ class StepCache:
         off = self.off()
         if off is not None:
             return Verdict.yes(off)
+        reason = controlled(target)
+        if reason is not None:
+            return Verdict.no(reason)
         least = recipe.policy.guards.min_steps
         down = f"; runs of fewer than {least} steps are computed in full" if least else ""
         return Verdict.yes(f"{self.describe(recipe, target)}{down}")
