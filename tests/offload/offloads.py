@@ -36,7 +36,7 @@ def blocks_of(pipe: Any) -> list[torch.nn.Module]:
     return tiny.blocks(tiny.denoiser(pipe))
 
 
-def parked(block: torch.nn.Module, folder: Path) -> bool:
+def evicted(block: torch.nn.Module, folder: Path) -> bool:
     """Do a block's weights lie in a file of this folder (as the system's table of mappings has it)?"""
     where = [p.data_ptr() for p in block.parameters()]
     ranges = []

@@ -14,7 +14,7 @@ from diffaccel.offload.store import FOLDER_PREFIX
 from tests import fingerprint, tiny
 from tests.invariants.levers import Stop, at_step, plain, raise_at
 from tests.models.families import table
-from tests.offload.offloads import ITEM, blocks_of, files, offloaded, parked, stats
+from tests.offload.offloads import ITEM, blocks_of, evicted, files, offloaded, stats
 
 # ---- the same bits ---------------------------------------------------------------------------------------
 
@@ -76,14 +76,14 @@ def test_weights_are_in_the_files(tmp_path: Path) -> None:
     pipe = tiny.build("flux")
     offloaded(pipe, tmp_path, resident_layers=2)
     blocks = blocks_of(pipe)
-    assert [parked(b, tmp_path) for b in blocks] == [False, True, True, True]
+    assert [evicted(b, tmp_path) for b in blocks] == [False, True, True, True]
     seen: list[list[bool]] = []
     for block in blocks:
-        block.attn.register_forward_hook(lambda *_: seen.append([parked(b, tmp_path) for b in blocks]))
+        block.attn.register_forward_hook(lambda *_: seen.append([evicted(b, tmp_path) for b in blocks]))
     tiny.run(pipe, "flux")
     for at, row in enumerate(seen):
         assert row == [i not in (0, at % 4) for i in range(4)]
-    assert [parked(b, tmp_path) for b in blocks] == [False, True, True, True]
+    assert [evicted(b, tmp_path) for b in blocks] == [False, True, True, True]
     assert len(seen) == 4 * tiny.STEPS
 
 
@@ -156,7 +156,7 @@ def test_order_is_learnt(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [Stop("stop"), KeyboardInterrupt()], ids=["exception", "interrupt"])
 @pytest.mark.parametrize("where", ["callback", "block"])
 def test_a_run_that_ends_early(where: str, error: BaseException, tmp_path: Path) -> None:
-    """All is parked again, no thread is left, and the next run is as if nothing had been."""
+    """All is evicted again, no thread is left, and the next run is as if nothing had been."""
     pipe = tiny.build("wan")
     offloaded(pipe, tmp_path)
     calls = [0]
@@ -172,7 +172,7 @@ def test_a_run_that_ends_early(where: str, error: BaseException, tmp_path: Path)
         tiny.run(pipe, "wan", **more)
     if handle is not None:
         handle.remove()
-    assert all(parked(block, tmp_path) for block in blocks_of(pipe))
+    assert all(evicted(block, tmp_path) for block in blocks_of(pipe))
     assert not [t for t in threading.enumerate() if t.name.startswith("diffaccel-offload")]
     assert torch.equal(tiny.run(pipe, "wan"), plain("wan"))
     restore(pipe)
@@ -210,7 +210,7 @@ def test_other_callers_of_the_denoiser(tmp_path: Path) -> None:
     assert torch.equal(tiny.run(other, "flux"), plain("flux"))
     with pytest.raises(IncompatibleError, match="shared with a pipeline"):
         attach(other)
-    assert all(parked(block, tmp_path) for block in blocks_of(pipe))
+    assert all(evicted(block, tmp_path) for block in blocks_of(pipe))
 
 
 def test_gradients_are_right(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from diffaccel import restore
 from tests import fingerprint, tiny
 from tests.invariants.levers import at_step, plain
-from tests.offload.offloads import blocks_of, files, offloaded, parked, stats
+from tests.offload.offloads import blocks_of, evicted, files, offloaded, stats
 
 
 def _load(pipe: Any) -> None:
@@ -63,7 +63,7 @@ def test_weights_changed_between_runs(change: Callable[[Any], None], tmp_path: P
     assert not torch.equal(expected, plain("flux"))
     for _ in range(2):
         assert torch.equal(tiny.run(pipe, "flux"), expected)
-    assert all(parked(block, tmp_path) for block in blocks_of(pipe)) and len(files(tmp_path)) == 4
+    assert all(evicted(block, tmp_path) for block in blocks_of(pipe)) and len(files(tmp_path)) == 4
     restore(pipe)
     assert torch.equal(tiny.run(pipe, "flux"), expected)
     for (name, a), (_, b) in zip(

@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from ...core.accelerator import DEVICE, Target
+from ...core.accelerator import DEVICE, Target, Verdict
 from ...core.chain import Hook, Link, install
 from ...core.compat import foreign_offload, is_fake, unwrap_module
 from ...core.hooked_forward import LoadHook
@@ -23,12 +23,9 @@ from ..components import component_groups, component_sizes, is_text_encoder, mod
 from ..host_memory import trim_heap
 from ..store import DiskStore, HostStore
 from .embeddings import FileStore, MemoryStore
-from .peak import MOMENTS
+from .peak import MOMENTS, Component, Peak, Placement
 from .residency import Group, Moved, Residency, indexed
 from .text_cache import TextCache
-
-if TYPE_CHECKING:
-    from .config import StageOffload
 
 HOOK = "offload.stage"
 # Methods by which pipelines call components other than as a whole. What is called by none of these (a submodule,
@@ -65,6 +62,43 @@ def attached(pipe: Any) -> bool:
     return any(owner is not None and owner.target.pipe is pipe for owner in found)
 
 
+class Config(Protocol):
+    """What is asked of the lever's config."""
+
+    @property
+    def name(self) -> str:
+        """The plan item."""
+
+    @property
+    def keep(self) -> tuple[str, ...]:
+        """Components that stay."""
+
+    @property
+    def folder(self) -> str | None:
+        """Where files go."""
+
+    @property
+    def pin(self) -> bool:
+        """Lock host memory?"""
+
+    @property
+    def text_cache_bytes(self) -> int:
+        """Host memory for outputs of text encoders."""
+
+    @property
+    def text_store(self) -> str | None:
+        """A folder in which these outlive the process."""
+
+    def check(self, target: Target) -> Verdict:
+        """Can it act?"""
+
+    def compute_device(self, pipe: Any) -> torch.device:
+        """Where components work."""
+
+    def place(self, found: list[Component], compute: str) -> tuple[Placement, Peak]:
+        """Where the weights go."""
+
+
 @dataclass
 class StageRecord:
     """What one run saw: costs per moment, and who was called in which loop."""
@@ -95,7 +129,7 @@ class StageRecord:
 class StageAttached:
     """One lever on one pipeline. A lock keeps calls of its components apart: they take turns."""
 
-    def __init__(self, lever: StageOffload, target: Target) -> None:
+    def __init__(self, lever: Config, target: Target) -> None:
         self.lever, self.target = lever, target
         self.lock = RLock()
         self.depth = 0  # runs in progress

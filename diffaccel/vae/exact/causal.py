@@ -67,7 +67,7 @@ def _defaults(vae: Any) -> dict[str, Any]:
 
 def default_rows(vae: Any, shape: Any, *, encode: bool = False) -> int:
     """A quarter of the longer side, in latent lines; `shape` is that of z [B, C, T, H, W], or of x when encoding."""
-    return max(1, -(-max(shape[-2:]) // (compression(vae) if encode else 1) // 4))
+    return int(max(1, -(-max(shape[-2:]) // (compression(vae) if encode else 1) // 4)))
 
 
 def peak_bytes(

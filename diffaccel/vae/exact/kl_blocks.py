@@ -57,7 +57,8 @@ class Doubled:
         wide = with_halo(rows, 1, self.height)
         first, end = below_doubling(wide, self.below.height)
         made = self.upsampler(self.below.read((first, end)))
-        return made[:, :, rows[0] - 2 * first : rows[1] - 2 * first]
+        found: torch.Tensor = made[:, :, rows[0] - 2 * first : rows[1] - 2 * first]
+        return found
 
 
 Source = WholeMap | Doubled

@@ -18,7 +18,7 @@ class LiveBytes(TorchDispatchMode):
     """`with LiveBytes() as live:` ... `live.peak_bytes`, `live.now_bytes`; storages made before are not counted."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now_bytes = 0
         self.peak_bytes = 0
         self._sizes: dict[int, int] = {}

@@ -47,7 +47,7 @@ class ReceptiveField(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.reach = [Fraction(0), Fraction(0)]  # of the call that runs
         self.most = [Fraction(0), Fraction(0)]  # of any call so far
         self.why: str | None = None
