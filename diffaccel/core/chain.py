@@ -265,6 +265,19 @@ def around_forward(module: torch.nn.Module) -> list[tuple[Any, Any]]:
     return [(None, None) if ref.original_forward is not None else (ref.pre_forward, ref.post_forward) for ref in refs]
 
 
+def held_forwards(module: torch.nn.Module, function: Any) -> list[tuple[dict[str, Any], str]]:
+    """(dict, key) of each place where hooks of diffusers, accelerate or ours hold `function` as its forward."""
+    state = vars(module)
+    refs = [vars(ref) for ref in getattr(state.get(REGISTRY), "_fn_refs", ())]
+    places = [(state, "forward"), (state, OLD_FORWARD)]
+    places += [(ref, key) for ref in refs for key in ("forward", "original_forward", "body")]
+
+    def held(found: Any) -> bool:
+        return getattr(found, "__self__", None) is module and getattr(found, "__func__", None) is function
+
+    return [(where, key) for where, key in places if held(where.get(key))]
+
+
 def stood_in_for(link: Link) -> bool:
     """Does a hook above `link` answer in the module's stead at present, so that what lies below will not run?"""
     refs = vars(link.owner)[REGISTRY]._fn_refs

@@ -139,8 +139,8 @@ def copies_held(module: torch.nn.Module) -> str:
         group = getattr(hook, "group", None)
         if group is not None and (group.stream is not None or group.offload_to_disk_path is not None):
             return (
-                "diffusers' group offload (use_stream or offload_to_disk_path) came after it and keeps copies of the "
-                "weights: take that off first, or load the pipeline anew"
+                "diffusers' group offload (use_stream or offload_to_disk_path) keeps copies of the weights and would "
+                "bring them back: take it off first, or load the pipeline anew"
             )
     return ""
 

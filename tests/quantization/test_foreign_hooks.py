@@ -11,7 +11,8 @@ import torch
 from diffaccel import accelerate, attach, load_quantized, restore
 from diffaccel.errors import IncompatibleError
 from tests import tiny
-from tests.quantization.foreign_hooks import HOOKS, layerwise_casting
+from tests.quantization.foreign_hooks import CPU, HOOKS, layerwise_casting
+from tests.quantization.lora.test_verbs import full_state
 from tests.quantization.loras import state_dict
 
 LEVERS = {
@@ -283,3 +284,45 @@ def test_lora_on_a_frozen_quanto_model() -> None:
     assert torch.nn.functional.cosine_similarity(ours - plain.flatten(), theirs - plain.flatten(), dim=0) > 0.99
     pipe.acceleration.loras.unload()
     assert torch.equal(tiny.run(pipe, "flux"), plain)
+
+
+def hook_all(pipe: Any, hook: str) -> None:
+    from diffusers.hooks import apply_group_offloading
+
+    for name in ("unet", "transformer", "text_encoder", "text_encoder_2"):
+        module = getattr(pipe, name, None)
+        if module is not None and hook == "group offload":  # text encoders have no verb for it
+            apply_group_offloading(module, CPU, offload_device=CPU, offload_type="leaf_level")
+        elif module is not None:
+            HOOKS[hook](module)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("hook", ["group offload", "accelerate"])
+@pytest.mark.parametrize("family", ["flux", "sdxl"])
+def test_lora_over_layers_that_hooks_hold(family: str, hook: str, merge: bool) -> None:
+    """Hooks first, the LoRA (of text encoders too) then: as the other order, and without a trace afterwards."""
+    state = full_state(tiny.build(family), family)
+    twin, pipe = attach(tiny.build(family)), tiny.build(family)
+    twin.acceleration.loras.load(state, "a", merge=merge)
+    plain = tiny.run(pipe, family)
+    hook_all(pipe, hook)
+    forwards = {name: vars(m).get("forward") for name, m in denoiser(pipe).named_modules()}
+    attach(pipe).acceleration.loras.load(state, "a", merge=merge)
+    for strength in (1.0, 0.5):
+        for each in (twin, pipe):
+            each.set_adapters("a", strength)
+        assert torch.equal(tiny.run(pipe, family), tiny.run(twin, family))
+    pipe.unload_lora_weights()
+    assert torch.equal(tiny.run(pipe, family), plain)
+    pipe.acceleration.loras.load(state, "a", merge=merge)
+    restore(pipe)
+    assert torch.equal(tiny.run(pipe, family), plain)
+    assert forwards == {name: vars(m).get("forward") for name, m in denoiser(pipe).named_modules()}
+
+
+def test_a_branch_that_a_users_own_forward_would_pass_by_is_refused() -> None:
+    pipe = tiny.build("flux")
+    HOOKS["own forward"](pipe.transformer)
+    with pytest.raises(IncompatibleError, match="something else holds the forward"):
+        attach(pipe).acceleration.loras.load(state_dict(tiny.build("flux"), "flux"), "a")

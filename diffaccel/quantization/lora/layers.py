@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...core.compat import OLD_FORWARD
+from ...core.chain import held_forwards
 from .branch import Branch, summed
 from .call_scale import CallScale
 from .pairs import POINTWISE, Pair, Replaced, padded
@@ -158,21 +158,25 @@ def _branch(layer: Any, pairs: Sequence[tuple[str, Pair, float]], dtype: torch.d
     setattr(layer, BRANCH, branch)
     branched: Any = _branched(cls)
     layer.__class__ = branched
+    _hand_over(layer, cls.forward, branched.forward)  # hooks that came before hold the forward they found
 
     def undo() -> None:
         layer.__class__ = cls
         vars(layer).pop(BRANCH, None)
-        for key in ("forward", OLD_FORWARD):  # accelerate, put on since, keeps the forward it found
-            held = vars(layer).get(key)
-            if getattr(held, "__func__", None) is branched.forward:
-                vars(layer)[key] = types.MethodType(cls.forward, layer)
+        _hand_over(layer, branched.forward, cls.forward)  # and those that came since, this one
 
     return undo
 
 
+def _hand_over(layer: Any, old: Any, new: Any) -> None:
+    for place, key in held_forwards(layer, old):
+        place[key] = types.MethodType(new, layer)
+
+
 def bypassed(layer: torch.nn.Module) -> bool:
-    """Does something hold the layer's forward, so that a branch would not be computed?"""
-    return "forward" in vars(layer) and BRANCH not in vars(layer)
+    """Does something hold the layer's forward where it cannot be exchanged, so that a branch would not be computed?"""
+    held = "forward" in vars(layer) and BRANCH not in vars(layer)
+    return held and not held_forwards(layer, type(layer).forward)
 
 
 def _merge(layer: Any, pairs: Sequence[tuple[str, Pair, float]]) -> Callable[[], None]:

@@ -118,6 +118,10 @@ class Lora:
         fused = fused_since(component, module, named)
         if fused:
             return f"{fused}, then load the LoRA"
+        merging = any(adapter.merge and component in adapter.weights for adapter in self.adapters)
+        copies = copies_held(module) if merging else ""
+        if copies:
+            return f"{copies}; without merge=True it needs neither"
         rows = ((a, *item) for a in self.adapters for item in a.weights.get(component, {}).items())
         for name, added in ((name, added) for a, name, added in rows if a.at(component, name)):
             if on_meta(module, name):
