@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from ..core.chain import RootHook
-from ..core.compat import eager, set_eval_frame
+from ..core.compat import eager, native_cache, set_eval_frame
 from ..core.run import Call, Run
 from ..models.spec import ModelSpec
 from .branches import (
@@ -166,10 +166,18 @@ class Engine:
             self._decide_foreseen(branch, call)
 
     def _stands_down(self, run: Run) -> bool:
-        reason = why_loop_stands_down(self.recipe.policy, run)
+        reason = self.displaced() or why_loop_stands_down(self.recipe.policy, run)
         if reason is not None:
             run.note(f"{self.name} stood down: {reason}")
         return reason is not None
+
+    def displaced(self) -> str:
+        """Was a cache of diffusers switched on since? In a clause; "" where none was."""
+        other = native_cache(self.module)
+        if other is None:
+            return ""
+        where = self.root.component
+        return f"diffusers' own cache ({other}) was switched on since (pipe.{where}.disable_cache() ends it)"
 
     def _carry_half(self, whole: BranchState | None, call: Call, form: Form) -> BranchState | None:
         """State for a call on the conditional half of a batch that was run doubled until now, or None."""

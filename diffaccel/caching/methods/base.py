@@ -212,9 +212,13 @@ class StepCache:
         def stats(run: Run) -> dict[str, Any]:
             return {"hit_rate": round(hits(run) / len(run.calls), 4) if run.calls else 0.0}
 
+        def displaced() -> str:
+            return next((why for engine in engines if (why := engine.displaced())), "")
+
         return Edit(
             self.name,
             undo,
+            displaced=displaced,
             begin_run=begin_run,
             end_run=end_run,
             relink=relink,
