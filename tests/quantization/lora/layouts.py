@@ -243,10 +243,21 @@ def lokr(pipe: Any, targets: Targets, whole: bool, alpha: float | None = None, f
 _RESNET = {"conv1": "in_layers.2", "conv2": "out_layers.3", "time_emb_proj": "emb_layers.1"}
 
 
+_OUTSIDE = {
+    "conv_in": "input_blocks.0.0",
+    "conv_out": "out.2",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+}
+
+
 def authors_unet_name(name: str) -> str:
     """`down_blocks.0.attentions.1...` -> `input_blocks.2.1...`, and so on, of a U-Net with one layer per block."""
     found = re.match(r"(down|up|mid)_blocks?\.(?:(\d+)\.)?(resnets|attentions)\.(\d+)\.(.*)", name)
-    assert found, name
+    if found is None:
+        return _OUTSIDE[name]
     side, block, kind, layer = found[1], int(found[2] or 0), found[3], int(found[4])
     rest = _RESNET.get(found[5], found[5])
     if side == "mid":

@@ -209,6 +209,19 @@ def test_on_svdquant(kind: str) -> None:
     assert torch.equal(run(pipe, "flux"), before)
 
 
+@pytest.mark.parametrize("more", [{"dora": True}, {"bias": True}])
+def test_a_new_strength_compiles_nothing(more: dict[str, bool]) -> None:
+    pipe = attach(build("flux")).enable_compile(backend="eager", fullgraph=True)
+    torch._dynamo.reset()
+    state = peft(pipe, FLUX_LAYERS, **more)  # type: ignore[arg-type]
+    pipe.acceleration.loras.load(state, "a", 0.5)
+    run(pipe, "flux")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        pipe.acceleration.loras.set({"a": 0.8})
+        found = run(pipe, "flux")
+    assert distance(found, run(by_diffusers("flux", {"a": (state, 0.8)}), "flux")) <= 1e-6
+
+
 def test_a_dora_on_codes_that_nobody_can_read_is_refused_by_name() -> None:
     layer = torch.nn.Linear(4, 4)
     layer.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)

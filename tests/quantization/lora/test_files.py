@@ -248,6 +248,11 @@ ROWS = [
         lambda pipe: kohya(pipe, r"^(down|mid|up).*(attn[12]\.to_|ff\.net|conv[12])", names=layouts.authors_unet_name),
     ),
     Row(
+        "sdxl",
+        "authors' other layers",
+        lambda pipe: kohya(pipe, r"^(conv_|time_emb|add_emb)|^mid.*attn1", names=layouts.authors_unet_name),
+    ),
+    Row(
         "sd15",
         "kohya",
         lambda pipe: both(lambda p: kohya(p, UNET), lambda p: kohya(p, CLIP, **{**TEXT, "prefix": "lora_te_"}))(pipe),
