@@ -65,7 +65,7 @@ def accelerate(
         warnings.warn(f"hardware={hardware!r}: {where}", UserWarning, stacklevel=3)  # 2 is the frame of `host_edit`
     before = handle_of(pipe)
     if before is not None and before.owns(pipe):
-        kept, note = before.loras.over(decision.wishes)
+        kept, note = before.loras.over(decision.wishes) if before.has_loras else ({}, None)
         if kept:
             decision = resolve(pipe, preset, budget, hardware, strict, {**overrides, **kept})
         before.adopt(decision, note)

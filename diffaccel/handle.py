@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
 from .core import snapshot as snapshots
-from .core.accelerator import Edit
 from .core.clock import unwatch
 from .core.report import RunReport
 from .core.run import Run, running, suspended
@@ -23,9 +21,13 @@ from .core.snapshot import Snapshot
 from .core.stack import Stack
 from .errors import DiffaccelError, IncompatibleError
 from .models.registry import lookup
+from .planner.levers import PLACES
+from .planner.options import require_parameters
 from .planner.plan import Plan, PlanItem
-from .planner.resolve import Decision, resolve
-from .quantization.lora.manager import Loras
+from .planner.resolve import Decision, Judged, resolve
+
+if TYPE_CHECKING:
+    from .quantization.lora.manager import Loras
 
 CALLBACK_OBJECTS = (MultiPipelineCallbacks, PipelineCallback)
 HANDLE = "_diffaccel"  # instance attribute of an accelerated pipeline
@@ -91,7 +93,14 @@ class Acceleration:
     @property
     def loras(self) -> Loras:
         """The LoRAs of this pipeline: `.load(source, name, strength)`, `.set({name: strength})`, `.unload(name)`."""
+        from .quantization.lora.manager import Loras  # whoever has no LoRA loads no module of quantization
+
         return Loras(self)
+
+    @property
+    def has_loras(self) -> bool:
+        """Is any LoRA of ours loaded (also one without effect)?"""
+        return not self.retired and bool(self._decision.wishes.get("lora_adapters"))
 
     def restore(self) -> Any:
         """Undo everything; returns the pipeline. See `diffaccel.restore`."""
@@ -177,33 +186,38 @@ class Acceleration:
         `note` is added to the plan. Waits for runs in other threads; refused inside a run of this one.
         """
         with self.idle("accelerate"):
-            old = self._decision if self.stack.attached else None
-            kept = self.stack.undo(keep=self._lasting(decision))
-            try:
-                self._put(decision, kept)
-            except BaseException:
-                if old is not None:
-                    self._put(old, kept)
-                raise
+            notes = self.stack.put(decision.target, decision.levers)
             if note is not None:
-                decision = decision._replace(plan=replace(decision.plan, notes=(*decision.plan.notes, note)))
+                notes = [note, *notes]
+            if notes:
+                decision = decision._replace(plan=replace(decision.plan, notes=(*decision.plan.notes, *notes)))
             self._decision, self.report = decision, None
 
-    def _lasting(self, decision: Decision) -> int:
-        """How many edits, from the first, another decision leaves as they are: durable, and of equal configs."""
-        if not (self.stack.attached and self.stack.current()):
-            return 0
-        pairs = zip(self._decision.accelerators, decision.accelerators, self.stack.edits, strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda p: p[2].durable and p[0] == p[1], pairs))
+    def change(self, key: str, value: str | bool | None, parameters: Mapping[str, Any] | None = None) -> None:
+        """Give one place another value, or none; the levers at other places stay as they are.
 
-    def _put(self, decision: Decision, kept: Sequence[Edit] = ()) -> None:
-        self.stack = Stack(decision.target, self)
-        self.stack.attach(decision.accelerators, kept)
+        A value that cannot act raises, as its plan item says. A place that was switched off stays off, whatever a rule
+        would add.
+        """
+        place, wishes = PLACES[key], self.wishes
+        if value is not None:
+            require_parameters(key, value, parameters or ())
+        before = wishes.get(key)
+        wishes = {k: v for k, v in wishes.items() if k != key and not place.owns(k)}
+        given = {place.prefix + k: v for k, v in (parameters or {}).items() if v is not None}
+        wishes = {**wishes, key: value, **given}
+        known = self._decision.untouched(key, wishes) if self.stack.fits(lookup(self.pipe)) else {}
+        decision = self.decide_again(wishes, known)
+        decision.require(key)
+        note = None
+        if value and before and before != value:
+            note = f"{place.item(value)} took the place of {place.item(before)}"
+        self.adopt(decision, note)
 
-    def decide_again(self, wishes: dict[str, Any]) -> Decision:
-        """A decision for other wishes, on the same machine and within the same budget."""
+    def decide_again(self, wishes: dict[str, Any], known: Mapping[str, Judged] | None = None) -> Decision:
+        """A decision for other wishes, on the same machine and within the same budget; `known` is taken over."""
         old = self._decision
-        new = resolve(self.pipe, None, old.plan.budget, old.target.hardware, False, wishes)
+        new = resolve(self.pipe, None, old.plan.budget, old.target.hardware, False, wishes, known)
         return new._replace(plan=replace(new.plan, preset=old.plan.preset))
 
     def sync(self) -> None:
@@ -213,7 +227,7 @@ class Acceleration:
         """
         if not self.stack.current():
             self.adopt(self.decide_again(self.wishes), "planned anew: a denoiser was replaced")
-        elif lookup(self.pipe) != self.stack.target.spec:
+        elif not self.stack.fits(lookup(self.pipe)):
             self.adopt(self.decide_again(self.wishes), "planned anew: the model is known better now")
         self.stack.relink()
 

@@ -7,6 +7,7 @@ of diffusers go on as before; the class of diffusers itself is never written to.
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,17 +15,19 @@ from typing import Any
 
 import torch
 
+from .caching.levers import VERBS
 from .core.accelerator import DEVICE
 from .core.options import BOOLEAN, confirm
 from .core.run import current_run
 from .errors import IncompatibleError, UnknownVerbError, clipped, nearest
 from .handle import HANDLE, PLAIN, Acceleration, handle_of
-from .planner.options import require_parameters
-from .planner.places import PLACES
-from .planner.resolve import resolve
-from .quantization.base import require_originals
-from .quantization.lora.verbs import lora_verbs, require_no_loras
-from .quantization.weights import holds_scaled
+from .planner.levers import PLACES
+
+LORA_VERBS = (
+    "load_lora_weights", "unload_lora_weights", "set_adapters", "disable_lora", "enable_lora", "delete_adapters",
+    "get_active_adapters", "get_list_adapters", "fuse_lora", "unfuse_lora", "set_lora_device", "enable_lora_hotswap",
+    "encode_prompt",
+)  # fmt: skip
 
 _CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
@@ -67,13 +70,18 @@ class Accelerated:
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Diffusers' own; refused while weights are quantized or LoRAs are on, which its files cannot hold."""
-        require_no_loras(self)
+        if self.acceleration.has_loras:
+            from .quantization.lora.verbs import require_no_loras
+
+            require_no_loras(self)
         on = [name for name in self.acceleration.plan.enabled if name.startswith("quantization.")]
         if on:
             raise IncompatibleError(
                 f"save_pretrained: {on[0]} is on, and diffusers' files cannot hold its weights. Call "
                 "pipe.disable_quantization() or diffaccel.restore(pipe) first"
             )
+        from .quantization.weights import holds_scaled
+
         if any(holds_scaled(part) for part in self.components.values()):  # type: ignore[attr-defined]
             raise IncompatibleError(
                 "save_pretrained: the weights came from load_quantized, and diffusers' files cannot hold them; keep "
@@ -142,6 +150,8 @@ class Accelerated:
 
     def disable_quantization(self) -> Any:
         """Back to the weights the pipeline came with, bit by bit; refused where it came with quantized ones."""
+        from .quantization.base import require_originals
+
         require_originals(self)
         return _disable(self, "quantization")
 
@@ -203,62 +213,62 @@ class Accelerated:
 
 
 def _enable(pipe: Any, key: str, value: str | bool, parameters: dict[str, Any]) -> Any:
-    handle, place = pipe.acceleration, PLACES[key]
-    prefix = place.prefixes[0] if place.prefixes else ""
-    require_parameters(key, value, parameters if prefix else ())
-    one = {key: value, **{prefix + k: v for k, v in parameters.items() if v is not None}}
-    resolve(pipe, None, None, handle.stack.target.hardware, True, one)  # raises where it cannot act
-    before = handle.wishes.get(key)
-    swapped = before not in (None, False, value)
-    note = f"{place.item(value)} took the place of {place.item(before)}" if swapped else None
-    handle.adopt(handle.decide_again({**_without(handle.wishes, key), **one}), note)
+    pipe.acceleration.change(key, value, parameters)
     return pipe
 
 
 def _disable(pipe: Any, key: str) -> Any:
-    handle = pipe.acceleration
-    handle.adopt(handle.decide_again(_without(handle.wishes, key)))
+    pipe.acceleration.change(key, None)
     return pipe
-
-
-def _without(wishes: dict[str, Any], key: str) -> dict[str, Any]:
-    """The wishes less one place and its parameters."""
-    prefixes = PLACES[key].prefixes
-    return {k: v for k, v in wishes.items() if k != key and not (prefixes and k.startswith(prefixes))}
-
-
-def _verb(value: str) -> Callable[..., Any]:
-    """`enable_VALUE_cache(**parameters)` for one cache method of the registry."""
-
-    def verb(self: Any, **parameters: Any) -> Any:
-        return _enable(self, "cache", value, parameters)
-
-    return verb
 
 
 def cache_verb_name(value: str) -> str:
     """The verb of a cache method: `enable_first_block_cache`, `enable_teacache`, `enable_step_schedule`."""
-    names = {
-        "custom": "custom_cache",
-        "first_block": "first_block_cache",
-        "interval": "interval_cache",
-        "schedule": "step_schedule",
-    }
-    return f"enable_{names.get(value, value)}"
+    return f"enable_{VERBS.get(value, value)}"
+
+
+class _CacheVerb:
+    """`enable_VALUE_cache(**parameters)` for one method of the registry. Its module is loaded when it is asked for."""
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        """The verb, with the method's own words about its keywords."""
+        value, method = self.value, PLACES["cache"].levers[self.value].config()
+
+        def verb(self: Any, **parameters: Any) -> Any:
+            return _enable(self, "cache", value, parameters)
+
+        knobs = ", ".join(f"{f.name}={f.default!r}" for f in fields(method))
+        verb.__name__ = cache_verb_name(value)
+        verb.__qualname__ = f"Accelerated.{verb.__name__}"
+        verb.__doc__ = f"{method.__doc__}\n\nKeywords: {knobs}."
+        return verb
+
+    def __get__(self, pipe: Any, owner: type) -> Callable[..., Any]:
+        return self.function if pipe is None else types.MethodType(self.function, pipe)
+
+
+class _LoraVerb:
+    """Diffusers' verb of this name; while LoRAs of ours are loaded, the one of `quantization.lora.verbs`."""
+
+    def __init__(self, cls: type, name: str) -> None:
+        self.cls, self.name = cls, name
+
+    def __get__(self, pipe: Any, owner: type) -> Callable[..., Any]:
+        plain: Callable[..., Any] = getattr(self.cls, self.name)
+        handle = None if pipe is None else handle_of(pipe)
+        if handle is not None and handle.has_loras:
+            from .quantization.lora.verbs import lora_verbs
+
+            plain = lora_verbs(self.cls).get(self.name, plain)
+        return plain if pipe is None else types.MethodType(plain, pipe)
 
 
 def _verbs() -> dict[str, Any]:
-    from .caching.methods import METHODS
-
-    verbs: dict[str, Any] = {}
-    for value in PLACES["cache"].values:
-        verb, name = _verb(str(value)), cache_verb_name(str(value))
-        verb.__name__, verb.__qualname__ = name, f"Accelerated.{name}"
-        method = METHODS.get(str(value))
-        knobs = ", ".join(f"{f.name}={f.default!r}" for f in fields(method)) if method else ""
-        verb.__doc__ = f"{method.__doc__}\n\nKeywords: {knobs}." if method else f"{value}: not in this version."
-        verbs[name] = verb
-    return verbs
+    return {cache_verb_name(value): _CacheVerb(value) for value in PLACES["cache"].levers}
 
 
 def accelerated_class(cls: type) -> type:
@@ -283,7 +293,7 @@ def accelerated_class(cls: type) -> type:
             "__doc__": cls.__doc__,
             PLAIN: cls,
             **_verbs(),
-            **lora_verbs(cls),
+            **{name: _LoraVerb(cls, name) for name in LORA_VERBS if hasattr(cls, name)},
         }
         found = _CLASSES[cls] = type(cls.__name__, (Accelerated, cls), body)
     return found

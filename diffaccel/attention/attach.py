@@ -44,23 +44,23 @@ def attach_handler(
 
     `inline` is a diffusers backend that compiled graphs may call themselves.
     """
-    opened: list[tuple[Interception, Any]] = []
+    opened: list[Interception] = []
 
     def undo() -> None:
-        for interception, root in reversed(opened):
-            interception.close(root)
+        for interception in reversed(opened):
+            interception.close()
         opened.clear()
 
     def relink() -> None:
-        for interception, _ in opened:
+        for interception in opened:
             interception.route()  # processors that were set since
 
     try:
         for component, root in site.roots.items():
             interception = Interception(getattr(target.pipe, component), target.spec, handler)
             interception.inline = inline
-            opened.append((interception, root))
-            interception.open(root)
+            opened.append(interception)
+            interception.open(root, site.rank)
     except BaseException:
         undo()
         raise

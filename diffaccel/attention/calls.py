@@ -91,7 +91,8 @@ class Counts:
         self.calls: dict[str, int] = {}
         self.fallbacks: dict[str, int] = {}
 
-    def __copy__(self) -> Counts:
+    def fork(self) -> Counts:
+        """For another run."""
         other = Counts()
         other.calls, other.fallbacks = dict(self.calls), dict(self.fallbacks)
         return other

@@ -15,6 +15,7 @@ import torch
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import attention_backends, dispatch_attention, unwrap_module
 from ..core.run import Call, Run
+from ..core.state import PerRun
 from ..errors import InvalidOptionError, MissingDependencyError, unknown
 from .attach import attach_handler, interceptable
 from .backends import AUTO, BACKENDS, Backend, unfit, unfit_call
@@ -145,7 +146,7 @@ class BackendHandler:
 
     def begin_run(self, run: Run) -> None:
         """A run begins: count anew."""
-        run.state[self.name] = {"counts": Counts()}
+        run.state[self.name] = PerRun({"counts": Counts()})
 
     def stats(self, run: Run) -> dict[str, Any]:
         """For the report."""

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..core.chain import RootHook
 from ..core.compat import attention_backends, dispatch_attention, host_edit, unwrap_module, vmap_allowed
+from ..core.listener import Listener
+from ..core.place import LAST, Rank
+from ..core.root import RootHook
 from ..core.run import Call
 from ..models.spec import ModelSpec
 from .calls import Handler, Inputs, Where
@@ -61,7 +63,7 @@ _HERE = _Here()
 _TRACED = _Traced()
 
 
-class Interception:
+class Interception(Listener):
     """The intercepted attention of one denoiser: `handler` answers the calls of the runs of one pipeline."""
 
     def __init__(self, module: torch.nn.Module, spec: ModelSpec, handler: Handler) -> None:
@@ -73,12 +75,13 @@ class Interception:
         self.sites: dict[str, LayerSite] = {}
         self.routed: list[weakref.ref[Any]] = []
         self.layers = 0
+        self.stop_listening: Callable[[], None] = lambda: None
 
     @host_edit
-    def open(self, root: RootHook) -> Interception:
+    def open(self, root: RootHook, rank: Rank = LAST) -> Interception:
         """Intercept every processor that can be; those of other forms stay as they are (see `blind`)."""
         self.route()
-        root.listeners.append(self)
+        self.stop_listening = root.add(self, rank)
         return self
 
     @host_edit
@@ -119,7 +122,7 @@ class Interception:
         return kinds, backends
 
     @host_edit
-    def close(self, root: RootHook) -> None:
+    def close(self) -> None:
         """Give every processor its class back."""
         for _, attention, _ in processors(self.module):
             vars(attention).pop(SITE, None)
@@ -128,8 +131,7 @@ class Interception:
             if processor is not None:
                 object.__setattr__(processor, "__class__", plain_class(processor))
         self.routed.clear()
-        if self in root.listeners:
-            root.listeners.remove(self)
+        self.stop_listening()
         self.sites = {}
 
     def begin_call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..core.chain import RootHook
+from ..core.place import LAST, Rank
+from ..core.root import RootHook
 from ..models.spec import ModelSpec
 from .engine import CacheRecipe, Engine
 from .observe import cannot_observe
@@ -21,8 +22,10 @@ def why_unfit(recipe: CacheRecipe, module: torch.nn.Module, spec: ModelSpec) -> 
     return scope.unfit(policy, module, spec)
 
 
-def put_on(name: str, module: torch.nn.Module, root: RootHook, spec: ModelSpec, recipe: CacheRecipe) -> Engine:
+def put_on(
+    name: str, module: torch.nn.Module, root: RootHook, spec: ModelSpec, recipe: CacheRecipe, rank: Rank = LAST
+) -> Engine:
     """An engine at work; end it with its `undo`."""
     engine = Engine(name, module, root, spec, recipe)
-    root.listeners.append(engine)
+    engine.stop_listening = root.add(engine, rank)
     return engine

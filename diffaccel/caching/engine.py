@@ -8,14 +8,17 @@ a skip is an edit of the chain that lasts one denoiser call (under the root hook
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ..core.chain import RootHook
 from ..core.compat import eager, native_cache, set_eval_frame
+from ..core.listener import Listener
+from ..core.root import RootHook
 from ..core.run import Call, Run
+from ..core.state import PerRun
 from ..models.spec import ModelSpec
 from .branches import (
     DOUBLED,
@@ -102,7 +105,7 @@ class CacheRecipe:
     per_sample: bool = False
 
 
-class Engine:
+class Engine(Listener):
     """A recipe at work on one denoiser."""
 
     def __init__(
@@ -117,10 +120,11 @@ class Engine:
         self.step: Step
         self.main: Any = None  # the denoiser's main input
         self.seen: Any = None
-        self.open = False  # the decision is still to come, inside the denoiser
+        self.deciding = False  # the decision is still to come, inside the denoiser
         self.computing = False
         self.asked: tuple[Run, int] | None = None  # the loop that `sits_out` is about
         self.sits_out = False
+        self.stop_listening: Callable[[], None] = lambda: None
         self.lead: tuple[Run, int, int, Any] | None = None  # (run, loop, step, hit or hits) of the step's first branch
         self.hooks: ScopeHooks = recipe.scope.install(self)
 
@@ -159,7 +163,7 @@ class Engine:
         if self.recipe.branches == "first" and self._follows(call):
             return
         if not self.at_root:
-            self.open = True
+            self.deciding = True
         elif branch.foreseen is None:
             self.decide(branch.observer.at_root(main, call.step))
         else:
@@ -247,7 +251,7 @@ class Engine:
     def _settle(self, hit: bool, seen: Any) -> None:
         branch, call = self.branch, self.call
         assert branch is not None and call is not None
-        self.open, self.seen, call.gate = False, seen, branch.memory.value
+        self.deciding, self.seen, call.gate = False, seen, branch.memory.value
         if self.recipe.branches == "first" and (
             self.lead is None or self.lead[:3] != (call.run, call.loop, call.step)
         ):
@@ -342,18 +346,18 @@ class Engine:
                 self._let_go(branch, call)
         finally:
             self.branch = self.call = self.main = self.seen = None
-            self.open = self.computing = False
+            self.deciding = self.computing = False
 
     # ---- life ------------------------------------------------------------------------------------------
 
-    def reuses(self, run: Run, step: int, component: str, branch: str) -> bool | None:
-        """Will that call leave the scope out? None where only the call itself can tell."""
+    def will_compute(self, run: Run, step: int, component: str, branch: str) -> bool | None:
+        """Is the scope computed in that call? None where only the call itself can tell."""
         if self.asked == (run, run.loop) and self.sits_out:
-            return False
-        known = run.state.get(self.name, {}).get((component, branch))
+            return True
+        known = run.state.get(self.name, PerRun()).get((component, branch))
         if known is None or known.foreseen is None or known.loop != run.loop:
             return None
-        return bool(step < len(known.foreseen.hits) and known.foreseen.hits[step])
+        return not (step < len(known.foreseen.hits) and known.foreseen.hits[step])
 
     def bytes_held(self) -> int:
         """Bytes this engine refers to outside of a run's own state: none between calls."""
@@ -365,6 +369,5 @@ class Engine:
 
     def undo(self) -> None:
         """Leave the model as it was found."""
-        if self in self.root.listeners:
-            self.root.listeners.remove(self)
+        self.stop_listening()
         self.hooks.undo()

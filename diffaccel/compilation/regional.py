@@ -6,17 +6,19 @@ blocks (data-dependent, hence never in a graph) costs no graph break.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
-from ..core.chain import PREFIX, compiled_body
-from ..core.compat import COMPILED, REGISTRY, compile_backends, compile_counts, no_duck_shape, unwrap_module
+from ..core.chain import PREFIX, compiled_body, set_compiled
+from ..core.compat import REGISTRY, compile_backends, compile_counts, no_duck_shape, unwrap_module
+from ..core.listener import Listener
 from ..core.options import BOOLEAN, GOT, short, take
 from ..core.run import Call, Run
+from ..core.state import PerRun
 from ..errors import IncompatibleError, InvalidOptionError, MissingDependencyError, nearest
 from .toolchain import lacks
 
@@ -110,41 +112,30 @@ class RegionalCompile:
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Give every block that has none a compiled `__call__`."""
-        done: list[tuple[torch.nn.Module, Any, bool]] = []  # (block, its compiled __call__ of ours, had the key)
+        undos: list[Callable[[], None]] = []
 
         def undo() -> None:
-            for block, compiled, had in reversed(done):
-                if vars(block).get(COMPILED) is not compiled:
-                    continue  # the user compiled it since: theirs stays
-                if had:
-                    vars(block)[COMPILED] = None
-                else:
-                    delattr(block, COMPILED)
-            for root, listener in listeners:
-                if listener in root.listeners:
-                    root.listeners.remove(listener)
+            while undos:
+                undos.pop()()
 
-        listeners = [(root, _NoDuckShape()) for root in site.roots.values()] if self.dynamic else []
-        for root, listener in listeners:
-            root.listeners.append(listener)
+        if self.dynamic:
+            undos += [root.add(_NoDuckShape(), site.rank) for root in site.roots.values()]
         try:
             for block in _blocks(target):
                 if not _users(block):
-                    had = COMPILED in vars(block)  # None stays behind where a compiled body was taken off
                     compiled = self._compile(block)
                     setattr(compiled, OURS, True)
-                    vars(block)[COMPILED] = compiled
-                    done.append((block, compiled, had))
+                    undos.append(set_compiled(block, compiled))
         except BaseException:
             undo()
             raise
 
         def begin_run(run: Run) -> None:
-            run.state[self.name] = dict(zip(("graphs", "breaks"), compile_counts(), strict=True))
+            run.state[self.name] = PerRun(zip(("graphs", "breaks"), compile_counts(), strict=True))
 
         def stats(run: Run) -> dict[str, Any]:
             graphs, breaks = compile_counts()
-            before = run.state.get(self.name, {})
+            before = run.state.get(self.name, PerRun())
             return {
                 "graphs_compiled": graphs - before.get("graphs", graphs),
                 "graph_breaks": breaks - before.get("breaks", breaks),
@@ -161,7 +152,7 @@ class RegionalCompile:
         )
 
 
-class _NoDuckShape:
+class _NoDuckShape(Listener):
     """While a denoiser runs, equal sizes are not taken for one size.
 
     With `dynamic=True` PyTorch else gives a token count that happens to equal the channel count the same symbol,

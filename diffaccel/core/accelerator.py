@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ..errors import DiffaccelError, UnsupportedModelError
+from .place import LAST, Rank
+from .slots import Fidelity as Fidelity
+from .slots import Slot as Slot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ..ledger.hardware import Hardware
     from ..models.spec import ModelSpec
-    from .chain import RootHook
+    from .root import RootHook
     from .run import Run
 
 
 DEVICE = "_diffaccel_device"  # instance attribute of a pipeline whose weights are away: where it computes
-
-
-class Slot(str, Enum):
-    """Where an edit acts; slots are applied in this order and undone in reverse."""
-
-    WEIGHT = "weight"
-    MODULE = "module"
-    CALL = "call"
-
-
-class Fidelity(str, Enum):
-    """What an accelerator does to the picture."""
-
-    EXACT = "exact"  # bit-equal
-    EQUIVALENT = "equivalent"  # same mathematics, other rounding
-    LOSSY = "lossy"
-
-    @property
-    def rank(self) -> int:
-        """0 for exact, 1 for equivalent, 2 for lossy."""
-        return list(Fidelity).index(self)
 
 
 @dataclass(frozen=True)
@@ -95,12 +76,13 @@ class Target:
 class Edit:
     """One attached accelerator: its undo, and what it wants to see of each run.
 
-    `undo` must put everything back, in any state the run was left in. `begin_run` / `end_run` frame a run;
-    `end_run` is called on success, exception and interrupt alike and must free all per-run state. A `durable` edit
-    uses nothing of the site: it stays in force while other levers around it change (quantizing a model again for each
-    would take minutes). `no_undo` is asked before anything is undone, and says why this edit cannot be ("": it can).
-    `displaced` says who has taken this edit's place since, in a clause ("": nobody): what a user sets last wins, and
-    stays at undo.
+    `undo` must put everything back, in any state the run was left in, and touch nothing of its neighbours: edits come
+    and go in any order. `begin_run` / `end_run` frame a run; `end_run` is called on success, exception and interrupt
+    alike and must free all per-run state. `no_undo` is asked before anything is undone, and says why this edit cannot
+    be ("": it can). `displaced` says who has taken this edit's place since, in a clause ("": nobody): what a user sets
+    last wins, and stays at undo. `on_weights`: it holds what the weights are (their bytes, the classes of their
+    layers), so that it is taken off and put on anew around a change of weights below it. `weights`: the components
+    whose weights it changed itself.
     """
 
     name: str
@@ -110,17 +92,22 @@ class Edit:
     relink: Callable[[], None] | None = None
     bytes_held: Callable[[Run], int] | None = None
     preemptible: bool = True
-    durable: bool = False
     no_undo: Callable[[], str] | None = None
     stats: Callable[[Run], Mapping[str, Any]] | None = None
     displaced: Callable[[], str] | None = None
+    on_weights: bool = False
+    weights: frozenset[str] = frozenset()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Site:
-    """What the stack offers to `attach`: the root hooks (one per denoiser) that announce calls."""
+    """What the stack offers to `attach`: the root hooks (one per denoiser), and where the edit stands among others.
 
-    roots: dict[str, RootHook] = field(default_factory=dict)
+    Listeners go on with `roots[component].add(listener, rank)`, hooks with `install(module, hook, name, rank=rank)`.
+    """
+
+    roots: Mapping[str, RootHook]
+    rank: Rank = LAST
 
 
 class Accelerator(Protocol):
@@ -142,3 +129,18 @@ class Accelerator(Protocol):
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Edit the target in place. Raises with nothing changed when it cannot."""
+
+
+@runtime_checkable
+class ChangesWeights(Protocol):
+    """An accelerator of slot WEIGHT."""
+
+    def weights(self, target: Target) -> frozenset[str]:
+        """The components whose weights it changes when it is attached."""
+
+
+class Placed(NamedTuple):
+    """An accelerator and where its edit stands."""
+
+    rank: Rank
+    accelerator: Accelerator

@@ -14,15 +14,12 @@ happens later:
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
-from threading import RLock, get_ident
 from typing import Any
 
 import torch
 
 from ..errors import IncompatibleError
-from .clock import CURRENT
 from .compat import (
     COMPILED,
     OLD_FORWARD,
@@ -30,13 +27,12 @@ from .compat import (
     HookFunctionReference,
     HookRegistry,
     ModelHook,
-    StateManager,
     host_edit,
     unwrap_module,
 )
+from .place import LAST, Rank
 
 PREFIX = "diffaccel."
-ROOT = PREFIX + "root"
 
 Forward = Callable[..., Any]
 
@@ -44,7 +40,7 @@ Forward = Callable[..., Any]
 class Hook(ModelHook):
     """Base of our hooks. Deep copies are refused: the copy's forward would run the original's weights."""
 
-    had_forward = False  # see `_had_forward`
+    link: Link | None = None  # set by `install`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise IncompatibleError(
@@ -53,7 +49,7 @@ class Hook(ModelHook):
         )
 
 
-class _AroundReference(HookFunctionReference):
+class AroundReference(HookFunctionReference):
     """A function reference whose `forward` is `around(self, ...)`; assigning to it replaces `body` only."""
 
     entry: Forward  # functools.partial(around, self)
@@ -114,33 +110,42 @@ def compiled_body(module: torch.nn.Module) -> Forward | None:
     if found is not None:
         return found
     for ref in getattr(vars(module).get(REGISTRY), "_fn_refs", ()):
-        body = ref.body if isinstance(ref, _AroundReference) else ref.forward
+        body = ref.body if isinstance(ref, AroundReference) else ref.forward
         if isinstance(body, _CompiledBody):
             return body.compiled
     return None
 
 
-def _had_forward(module: torch.nn.Module) -> bool:
-    """Did the module have a forward of its own in `vars` before the first hook of ours?
+def _ours(module: torch.nn.Module) -> list[Link]:
+    """Our links on a module, innermost first. (A module and its torch.compile'd form share a registry.)"""
+    return [link for link in _of_registry(module) if link.module is module]
 
-    Hooks of ours may go in another order than they came (a durable lever stays while the root hook comes anew above
-    it): each inherits the answer of those that are there.
-    """
+
+def _of_registry(module: torch.nn.Module) -> list[Link]:
     registry = vars(unwrap_module(module)).get(REGISTRY)
-    ours = [hook for hook in getattr(registry, "hooks", {}).values() if isinstance(hook, Hook)]
-    return ours[0].had_forward if ours else "forward" in vars(module)
+    hooks = getattr(registry, "hooks", {})
+    found = [hooks[name] for name in getattr(registry, "_hook_order", ())]
+    return [hook.link for hook in found if isinstance(hook, Hook) and hook.link is not None]
 
 
 class Link:
-    """One hook of ours in the forward chain of one module. Create with `install`, end with `remove`."""
+    """One hook of ours in the forward chain of one module. Create with `install`, end with `remove`.
 
-    def __init__(self, module: torch.nn.Module, hook: Hook, name: str, outermost: bool = False) -> None:
-        self.module, self.hook, self.name, self.outermost = module, hook, name, outermost
+    Links come and go in any order: of two on one module the one of the smaller `rank` lies deeper, whichever came
+    first. What the module looked like before the first of them is handed on from each to the next.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, hook: Hook, name: str, outermost: bool = False, rank: Rank = LAST
+    ) -> None:
+        self.module, self.hook, self.name, self.outermost, self.rank = module, hook, name, outermost, rank
         self.owner = unwrap_module(module)  # where attributes of a compiled module live
-        self.had_forward = _had_forward(module)
-        self.made_registry = REGISTRY not in vars(self.owner)
-        self.compiled: Forward | None = None
+        others, all_ours = _ours(module), _of_registry(module)
+        self.had_forward: bool = others[0].had_forward if others else "forward" in vars(module)
+        self.made_registry: bool = all_ours[0].made_registry if all_ours else REGISTRY not in vars(self.owner)
         self.wrapper: Any = None
+        self._around: Callable[..., Any] | None = None
+        hook.link = self
         self._register()
 
     @property
@@ -151,20 +156,41 @@ class Link:
     def body(self) -> Forward:
         """What runs below our hook."""
         ref = self.hook.fn_ref
-        return ref.body if isinstance(ref, _AroundReference) else ref.forward
+        return ref.body if isinstance(ref, AroundReference) else ref.forward
 
     def _register(self) -> None:
-        registry = self.registry
+        """Take our place in the chain: outside of what is there, but inside of links of a larger rank."""
+        registry, module = self.registry, self.module
+        above = next((link for link in _ours(module) if link is not self and link.rank > self.rank), None)
+        if above is not None:
+            above.relink()  # it may have been dropped since the last run
+        outside = module.forward
         module_ref = registry._module_ref
         # A torch.compile'd module shares its registry with the module inside; wrap the compiled forward.
-        registry._module_ref = self.module
+        registry._module_ref = module
         try:
+            if above is not None:
+                module.forward = above.plain_body
             registry.register_hook(self.hook, self.name)
+        except BaseException:
+            module.forward = outside
+            raise
         finally:
             registry._module_ref = module_ref
-        self.hook.had_forward = self.had_forward
-        self.wrapper = self.module.forward
-        self._absorb_compiled()
+        self.wrapper = module.forward
+        if above is not None:
+            module.forward = outside
+            above._set_body(self.wrapper)
+            at = registry._hook_order.index(above.name)
+            registry._hook_order.insert(at, registry._hook_order.pop())
+            registry._fn_refs.insert(at, registry._fn_refs.pop())
+        settle_compiled(module)
+
+    @property
+    def plain_body(self) -> Forward:
+        """What runs below our hook, uncompiled."""
+        body = self.body
+        return body.below if isinstance(body, _CompiledBody) else body
 
     def around(self, fn: Callable[..., Any]) -> Link:
         """Run every call as `fn(ref, *args, **kwargs)`, where `ref.body` is what runs below."""
@@ -172,58 +198,57 @@ class Link:
         body = ref.forward
         ref.__dict__.clear()  # the properties of the class below stand for `forward` and `original_forward`
         ref.pre_forward, ref.post_forward = self.hook.pre_forward, self.hook.post_forward
-        ref.__class__ = _AroundReference
-        ref.entry, ref.body = functools.partial(fn, ref), body
+        ref.__class__ = AroundReference
+        ref.entry, ref.body, self._around = functools.partial(fn, ref), body, fn
         return self
 
     def relink(self) -> None:
         """Put our wrapper back where another library dropped it, take in a body compiled since, move outermost."""
         current = self.module.forward
         if current is not self.wrapper:
-            if not any(fn is self.wrapper for fn in forward_chain(self.module)):
+            chain = list(forward_chain(self.module))
+            if not any(fn is self.wrapper for fn in chain):
                 self._set_body(current)
-                self.wrapper.__wrapped__ = current
                 self.module.forward = self.wrapper
-            elif self.outermost:
+            elif self.outermost and not self._below_ours(chain):
                 self.remove()
-                self.had_forward = _had_forward(self.module)
                 self.made_registry = self.made_registry and REGISTRY not in vars(self.owner)
+                self.hook.link = self
                 self._register()
-        self._absorb_compiled()
+                if self._around is not None:
+                    self.around(self._around)
+        if vars(self.owner).get(COMPILED) is not None:
+            settle_compiled(self.module)
+
+    def _below_ours(self, chain: list[Any]) -> bool:
+        """Is all that lies above our wrapper ours as well?"""
+        ours = [link.wrapper for link in _ours(self.module)]
+        at = next(i for i, fn in enumerate(chain) if fn is self.wrapper)
+        return all(any(fn is wrapper for wrapper in ours) for fn in chain[:at])
 
     def _set_body(self, body: Forward) -> None:
-        self.hook.fn_ref.forward = body
-
-    def _absorb_compiled(self) -> None:
-        if self.module is not self.owner:
-            return  # torch.compile(module): our wrapper already sits outside of it
-        compiled = vars(self.module).get(COMPILED)
-        if compiled is not None:
-            self.compiled = compiled
-            setattr(self.module, COMPILED, None)
-        body = self.body
-        if isinstance(body, _CompiledBody):
-            if compiled is not None:
-                body.compiled = compiled  # the user compiled it anew since
-        elif self.compiled is not None:
-            self._set_body(_CompiledBody(self.module, self.compiled, body))
+        old = self.body
+        if isinstance(old, _CompiledBody) and not isinstance(body, _CompiledBody):
+            self.hook.fn_ref.forward = _CompiledBody(self.module, old.compiled, body)
+        else:
+            self.hook.fn_ref.forward = body
+        self.wrapper.__wrapped__ = self.plain_body
 
     @host_edit
     def remove(self) -> None:
         """Take our hook out of the chain and the registry, wherever others stand around it."""
-        body = self.body
-        if isinstance(body, _CompiledBody):
-            body = body.below
-        if self.compiled is not None:
-            setattr(self.module, COMPILED, self.compiled)
-            self.compiled = None
-        self._splice(body)
+        compiled = self.body.compiled if isinstance(self.body, _CompiledBody) else None
+        self._splice(self.plain_body)
         registry = self.registry
         if self.name in registry.hooks:
             index = registry._hook_order.index(self.name)
             registry._hook_order.pop(index)
             registry._fn_refs.pop(index)
             del registry.hooks[self.name]
+        self.hook.link = None
+        if compiled is not None and vars(self.owner).get(COMPILED) is None:
+            setattr(self.module, COMPILED, compiled)
+        settle_compiled(self.module)
         if self.made_registry and not registry.hooks:
             delattr(self.owner, REGISTRY)
 
@@ -240,7 +265,7 @@ class Link:
                     ref.original_forward = body
                 elif vars(ref).get("forward") is self.wrapper:
                     ref.forward = body
-                elif isinstance(ref, _AroundReference) and ref.body is self.wrapper:
+                elif isinstance(ref, AroundReference) and ref.body is self.wrapper:
                     ref.body = body
         if self.module.forward is self.wrapper:
             if not self.had_forward and _is_own_forward(self.module, body):
@@ -249,13 +274,57 @@ class Link:
                 self.module.forward = body
 
 
-def install(module: torch.nn.Module, hook: Hook, name: str, outermost: bool = False) -> Link:
-    """Put `hook` outermost into `module`'s forward chain under `diffaccel.NAME`. Raises if the name is taken."""
+# ---- compiled bodies -----------------------------------------------------------------------------------------------
+
+
+def settle_compiled(module: torch.nn.Module) -> None:
+    """A compiled `__call__` belongs inside of all our hooks: it lies in the body of the innermost, or, where there is
+    none, on the module. Whoever compiled last is in force."""
+    if unwrap_module(module) is not module:
+        return  # torch.compile(module): our wrappers sit outside of it
+    links = _ours(module)
+    compiled = compiled_body(module)
+    for link in links:
+        if isinstance(link.body, _CompiledBody):
+            link.hook.fn_ref.forward = link.plain_body
+    if compiled is None or not links:
+        return
+    links[0].hook.fn_ref.forward = _CompiledBody(module, compiled, links[0].body)
+    setattr(module, COMPILED, None)
+
+
+def set_compiled(module: torch.nn.Module, compiled: Forward) -> Callable[[], None]:
+    """Let a module run as `compiled` (of its `_call_impl`), inside of our hooks. Returns the undo, which leaves alone
+    what somebody else compiled since."""
+    had = COMPILED in vars(module)  # None stays behind where a compiled body was taken off
+    vars(module)[COMPILED] = compiled
+    settle_compiled(module)
+
+    def undo() -> None:
+        if compiled_body(module) is not compiled:
+            return
+        for link in _ours(module):
+            if isinstance(link.body, _CompiledBody):
+                link.hook.fn_ref.forward = link.plain_body
+        if had:
+            vars(module)[COMPILED] = None
+        else:
+            vars(module).pop(COMPILED, None)
+
+    return undo
+
+
+def install(module: torch.nn.Module, hook: Hook, name: str, outermost: bool = False, rank: Rank = LAST) -> Link:
+    """Put `hook` into `module`'s forward chain under `diffaccel.NAME`: outside of all but links of a larger rank.
+
+    `outermost` moves it out again where another library has put a hook of its own around it since. Raises if the name
+    is taken.
+    """
     full = name if name.startswith(PREFIX) else PREFIX + name
     registry = getattr(unwrap_module(module), REGISTRY, None)
     if registry is not None and full in registry.hooks:
         raise IncompatibleError(f"{type(module).__name__} already carries the hook {full!r}: restore it first")
-    return Link(module, hook, full, outermost)
+    return Link(module, hook, full, outermost, rank)
 
 
 def around_forward(module: torch.nn.Module) -> list[tuple[Any, Any]]:
@@ -290,107 +359,6 @@ def stood_in_for(link: Link) -> bool:
         chain.add(id(fn))
         fn = getattr(fn, "__wrapped__", None)
     for ref in above:  # noqa: SIM110
-        if id(ref.body if isinstance(ref, _AroundReference) else ref.forward) not in chain:
+        if id(ref.body if isinstance(ref, AroundReference) else ref.forward) not in chain:
             return True
     return False
-
-
-class _ContextProbe(StateManager):
-    """Remembers the context a pipeline opened through `cache_context`, per thread; holds no other state."""
-
-    def __init__(self) -> None:
-        super().__init__(dict)
-        self.by_thread: dict[int, Any] = {}  # pipelines in other threads may share the denoiser
-
-    def set_context(self, context: Any) -> None:
-        """Diffusers announces the context (None: closed)."""
-        if context is None:
-            self.by_thread.pop(get_ident(), None)
-        else:
-            self.by_thread[get_ident()] = context
-
-    def reset(self, *args: Any, **kwargs: Any) -> None:
-        """Diffusers resets caches at the end of a pipeline call."""
-        self.by_thread.pop(get_ident(), None)
-
-
-class RootHook(Hook):
-    """One per denoiser: announces every call to the active run and to the levers that asked.
-
-    A lock keeps the calls of one denoiser apart, since a skip is a short-lived edit of the module's chain.
-    """
-
-    _is_stateful = True
-
-    def __init__(self, component: str, owner: Any) -> None:
-        super().__init__()
-        self.component = component
-        self.owner = weakref.ref(owner)
-        self.context = _ContextProbe()
-        self.lock = RLock()
-        self.listeners: list[Any] = []  # objects with begin_call(call, args, kwargs) and end_call(call)
-        self.link: Link | None = None
-        self.undo_all: Callable[[], None] = lambda: None
-
-    def reset_state(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Diffusers calls this at the end of a pipeline call; our state belongs to the run, not to the hook."""
-        self.context.reset()
-        return module
-
-    def call(self, ref: _AroundReference, *args: Any, **kwargs: Any) -> Any:
-        """The denoiser's forward, seen by the run of this thread (if any)."""
-        run = CURRENT.get()
-        with self.lock:
-            if run is None or run.owner is not self.owner():
-                return ref.body(*args, **kwargs)
-            context = self.context.by_thread.get(get_ident())
-            call = run.begin_call(self.component, None if context is None else context.name)
-            if call.replay is not None:
-                return call.replay
-            begun, output = 0, None
-            try:
-                for listener in self.listeners:
-                    begun += 1
-                    listener.begin_call(call, args, kwargs)
-                    if call.inputs is not None:
-                        args, kwargs = call.inputs
-                output = call.output = ref.body(*args, **kwargs) if call.answer is None else call.answer
-                if call.finish is not None:
-                    output = call.finish(output)
-            finally:
-                for listener in self.listeners[:begun]:
-                    listener.end_call(call)
-                call.inputs = call.answer = call.finish = call.output = None
-            run.end_call(call, output)
-            return output
-
-
-@host_edit
-def install_root(module: torch.nn.Module, component: str, owner: Any) -> RootHook:
-    """Install the root hook of a denoiser for `owner` (an `Acceleration`).
-
-    A hook left behind by a pipeline that was garbage-collected without `restore` is cleared away first;
-    a living owner is a refusal.
-    """
-    registry = getattr(unwrap_module(module), REGISTRY, None)
-    other = registry.hooks.get(ROOT) if registry is not None else None
-    if other is not None:
-        holder = other.owner()
-        if holder is not None and holder is not owner and holder.alive():
-            raise IncompatibleError(
-                f"{component} ({type(unwrap_module(module)).__name__}) is shared with a pipeline that is already "
-                f"accelerated ({holder.describe()}). Restore that one first, or accelerate only one of them: the "
-                "other runs plain and exact."
-            )
-        other.undo_all()
-    hook = RootHook(component, owner)
-    hook.link = install(module, hook, ROOT).around(hook.call)
-    invalidate(module)
-    return hook
-
-
-def invalidate(module: torch.nn.Module) -> None:
-    """Make diffusers look again for hooks below `module` (it keeps a list once a cache context was opened)."""
-    registry = getattr(unwrap_module(module), REGISTRY, None)
-    if registry is not None:
-        registry.invalidate_child_registries_cache()

@@ -16,6 +16,7 @@ import torch
 from .clock import CURRENT, position, schedule_of, unwatch, watch
 from .compat import num_timesteps
 from .report import RunReport, StepRecord
+from .state import PerRun
 from .timing import Stopwatch
 
 
@@ -67,7 +68,7 @@ class Run:
         self.calls: list[Call] = []
         self.seen: dict[tuple[str, str], int] = {}
         self.calls_in_step = 0
-        self.state: dict[str, Any] = {}  # per accelerator name: whatever it keeps for this run
+        self.state: dict[str, PerRun] = {}  # what each lever keeps for this run, by its name
         self.notes: list[str] = []
         self.bar: Any = None
         self.replay: Any = None

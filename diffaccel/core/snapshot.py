@@ -16,6 +16,7 @@ import torch
 
 from ..errors import DiffaccelError
 from .clock import TAPS
+from .state import PerRun
 
 if TYPE_CHECKING:
     from .run import Call, Run
@@ -30,7 +31,7 @@ class Snapshot:
     step: int
     step_output: Any
     scheduler: dict[str, Any]
-    states: dict[str, dict[Any, Any]]
+    states: dict[str, PerRun]
     outputs: dict[tuple[str, str], Any]
     calls: list[Call]
     rng: list[tuple[torch.Generator | None, torch.Tensor]]
@@ -69,11 +70,6 @@ def set_rng_states(states: list[tuple[torch.Generator | None, torch.Tensor]]) ->
             generator.set_state(state)
 
 
-def _copy_states(states: dict[str, dict[Any, Any]]) -> dict[str, dict[Any, Any]]:
-    # Accelerators replace tensors, they never write into them: a shallow copy of each state is a full copy.
-    return {name: {key: copy.copy(state) for key, state in branch.items()} for name, branch in states.items()}
-
-
 def take(run: Run) -> Snapshot:
     """Snapshot `run`, which must stand at a step boundary (inside `callback_on_step_end`)."""
     if run.calls_in_step or run.step_output is None:
@@ -88,7 +84,7 @@ def take(run: Run) -> Snapshot:
         step=run.step,
         step_output=clone_tensors(run.step_output),
         scheduler=copy.deepcopy(scheduler),
-        states=_copy_states(run.state),
+        states={name: state.fork() for name, state in run.state.items()},
         outputs=dict(run.outputs),
         calls=list(run.calls),
         rng=rng_states(generators_of(run.request[2])) if run.request else [],
@@ -99,7 +95,7 @@ def take(run: Run) -> Snapshot:
 def put_back(run: Run, snapshot: Snapshot) -> None:
     """Give `run` the state of the snapshot (scheduler, caches, generators)."""
     vars(run.scheduler).update(copy.deepcopy(snapshot.scheduler))
-    run.state = _copy_states(snapshot.states)
+    run.state = {name: state.fork() for name, state in snapshot.states.items()}
     set_rng_states(snapshot.rng)
 
 

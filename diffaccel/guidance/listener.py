@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.chain import RootHook
 from ..core.compat import leaves, unwrap_module
+from ..core.listener import Listener
+from ..core.place import Rank
+from ..core.root import RootHook
 from ..core.run import Call, Run
 from ..models.spec import ModelSpec
 from .difference import BranchAction, DifferenceMemory, GuidanceSteps, difference, unconditional
@@ -23,21 +25,18 @@ UNCONDITIONAL = ("uncond", "pred_uncond")
 BATCHED_CALL = "cond_uncond"
 
 
-class GuidanceListener:
+class GuidanceListener(Listener):
     """One denoiser's share of the lever. Attach with the constructor, end with `undo`."""
 
-    def __init__(self, lever: GuidanceReuse, root: RootHook, module: torch.nn.Module, spec: ModelSpec) -> None:
-        self.lever, self.root, self.module, self.spec = lever, root, module, spec
+    def __init__(
+        self, lever: GuidanceReuse, root: RootHook, module: torch.nn.Module, spec: ModelSpec, rank: Rank
+    ) -> None:
+        self.lever, self.module, self.spec = lever, module, spec
         self.names = list(inspect.signature(type(unwrap_module(module)).forward).parameters)[1:]
         self.asked: tuple[Run, int] | None = None  # the loop that `steps` is about
         self.steps: GuidanceSteps | None = None  # None: the lever sits out
         self.cond: tuple[Any, Any] | None = None  # place (run, loop, step, likeness) and output of a conditional call
-        root.listeners.append(self)
-
-    def undo(self) -> None:
-        """Stop listening."""
-        if self in self.root.listeners:
-            self.root.listeners.remove(self)
+        self.undo = root.add(self, rank)  # stop listening
 
     # ---- one denoiser call -----------------------------------------------------------------------------
 
@@ -59,9 +58,6 @@ class GuidanceListener:
             self._one_of_two_calls(call, self.steps, like)
         elif call.branch == BATCHED_CALL:
             self._one_batch(call, self.steps, main, args, kwargs)
-
-    def end_call(self, call: Call) -> None:
-        """The denoiser returned, or raised."""
 
     def _watch(self, call: Call, see: Callable[[Any], None]) -> None:
         """Let `see` have what the caller gets, whoever answers; nothing where the call raises."""

@@ -13,6 +13,7 @@ from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import native_cache
 from ..core.options import GOT, LIMIT, NUMBER, one_of, plain, refuse, take, whole
 from ..core.run import Run
+from ..core.state import PerRun
 from ..errors import IncompatibleError, InvalidOptionError
 from ..extrapolation.forecast import Forecast
 from ..extrapolation.schedule import check_form, parse_schedule
@@ -204,17 +205,17 @@ class GuidanceReuse:
     def attach(self, target: Target, site: Site) -> Edit:
         """Listen to the calls of every denoiser; at the neutral setting to none."""
         listeners = [
-            GuidanceListener(self, root, getattr(target.pipe, component), target.spec)
+            GuidanceListener(self, root, getattr(target.pipe, component), target.spec, site.rank)
             for component, root in ({} if self.neutral else site.roots).items()
         ]
 
         def begin_run(run: Run) -> None:
-            run.state[self.name] = {}
+            run.state[self.name] = PerRun()
 
         def end_run(run: Run) -> None:
             for listener in listeners:
                 listener.end_run()
-            guided = self.neutral or sum_done(run.state.get(self.name, {}))
+            guided = self.neutral or sum_done(run.state.get(self.name, PerRun()))
             if run.ticks and not guided and not any(note.startswith(f"{self.name} stood down") for note in run.notes):
                 run.note(f"{self.name} stood down: this call ran without an unconditional branch")
 
@@ -223,7 +224,7 @@ class GuidanceReuse:
                 listener.undo()
 
         def stats(run: Run) -> dict[str, Any]:
-            done = sum_done(run.state.get(self.name, {}))
+            done = sum_done(run.state.get(self.name, PerRun()))
             return {f"steps_{act.value}": done.get(act, 0) for act in BranchAction}
 
         return Edit(

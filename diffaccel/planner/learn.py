@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import unwrap_module
+from ..core.listener import Listener
 from ..core.run import Call, Run
 from ..models.infer import infer
 from ..models.registry import UNKNOWN, learned, remember
@@ -47,17 +48,16 @@ class LearnBlocks:
         """Listen to the denoiser's calls; nothing of the model is edited."""
         [(component, root)] = [(name, site.roots[name]) for name in target.spec.denoisers[:1]]
         pupil = _Pupil(getattr(target.pipe, component), component)
-        root.listeners.append(pupil)
+        stop_listening = root.add(pupil, site.rank)
 
         def undo() -> None:
             pupil.stop()
-            if pupil in root.listeners:
-                root.listeners.remove(pupil)
+            stop_listening()
 
         return Edit(self.name, undo, end_run=lambda run: pupil.finish(run))
 
 
-class _Pupil:
+class _Pupil(Listener):
     def __init__(self, module: Any, component: str) -> None:
         self.module, self.component = module, component
         self.recording = contextlib.ExitStack()

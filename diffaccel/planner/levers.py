@@ -1,63 +1,95 @@
-"""Which config class stands behind each value of each place: the one registry line of a lever."""
+"""Order and conflicts, as one table: the places of all rooms, and a short list of rules. Never pair by pair."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
-from .places import CACHES, KERNELS, SPARSE
+from ..core.place import Place
 
-
-@dataclass(frozen=True)
-class Lever:
-    """A config class by its place in the package (imported when first asked for), and the fields a value fixes."""
-
-    module: str
-    name: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-
-    def config(self) -> type[Any]:
-        """The class."""
-        found: type[Any] = getattr(importlib.import_module(f"diffaccel.{self.module}"), self.name)
-        return found
-
-
-@dataclass(frozen=True)
-class CacheMethod(Lever):
-    """A method of the cache registry."""
-
-    def config(self) -> type[Any]:
-        """The class."""
-        from ..caching.methods import METHODS
-
-        return METHODS[self.name]
-
-
-LEVERS: Mapping[str, Mapping[str, Lever]] = {
-    "attention": {
-        **{name: Lever("attention.choice", "AttentionBackend", {"backend": name}) for name in KERNELS},
-        "sage": Lever("attention.sage.config", "SageAttention"),
-        **{name: Lever("attention.sparse.config", "SparseAttention", {"method": name}) for name in SPARSE},
-        "sparse_auto": Lever("attention.sparse.config", "SparseAttention", {"method": "auto"}),
-        "custom": Lever("attention.sparse.config", "SparseAttention"),
-    },
-    "cache": {name: CacheMethod("caching.methods", name) for name in CACHES},
-    "compile": {"True": Lever("compilation.regional", "RegionalCompile")},
-    "guidance": {"reuse": Lever("guidance.reuse", "GuidanceReuse")},
-    "lora": {"True": Lever("quantization.lora.lever", "Lora")},
-    "offload": {
-        "layerwise": Lever("offload.layerwise.config", "LayerwiseOffload"),
-        "stage": Lever("offload.stage.config", "StageOffload"),
-    },
-    "quantization": {
-        "fp8": Lever("quantization.fp8", "Fp8"),
-        "int8": Lever("quantization.int8", "Int8"),
-        "svdquant": Lever("quantization.svdquant", "SvdQuant"),
-    },
-    "vae_tiling": {
-        "blended": Lever("vae.blended.config", "VaeTiling"),
-        "exact": Lever("vae.exact.config", "ExactVae"),
-    },
+# Place -> where its table stands. A room's table is loaded when one of its places is first asked about.
+ROOMS = {
+    "fusion": ("compilation.levers", "FUSION"),
+    "quantization": ("quantization.levers", "PLACE"),
+    "lora": ("quantization.levers", "LORA"),
+    "compile": ("compilation.levers", "PLACE"),
+    "offload": ("offload.levers", "PLACE"),
+    "vae_tiling": ("vae.levers", "PLACE"),
+    "attention": ("attention.levers", "PLACE"),
+    "guidance": ("guidance.levers", "PLACE"),
+    "cache": ("caching.levers", "PLACE"),
 }
+
+
+class _Places(Mapping[str, Place]):
+    """Override key -> place."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Place] = {}
+
+    def __getitem__(self, key: str) -> Place:
+        if key not in self._known:
+            module, name = ROOMS[key]
+            self._known[key] = getattr(importlib.import_module(f"diffaccel.{module}"), name)
+        return self._known[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in ROOMS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(ROOMS)
+
+    def __len__(self) -> int:
+        return len(ROOMS)
+
+
+PLACES: Mapping[str, Place] = _Places()
+
+
+def owner_of(key: str) -> Place | None:
+    """The place whose parameter this override key is (`cache_threshold` -> cache); None for a place's own key."""
+    if key in ROOMS:
+        return None
+    found = next((name for name in ROOMS if key.startswith(f"{name}_")), None)
+    return PLACES[found] if found is not None and PLACES[found].owns(key) else None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One wish that wants another: `value` of `key` (with these parameters) wants `wanted` of `place`.
+
+    Where nothing is said about `place`, the wanted value is taken too; where it was switched off, the plan says what
+    that costs. `gains` are the devices on which there is something to gain by it.
+    """
+
+    key: str
+    value: str | bool
+    place: str
+    wanted: str | bool
+    reason: str
+    parameters: tuple[tuple[str, tuple[object, ...]], ...] = ()  # (parameter, values for which the rule holds)
+    gains: tuple[str, ...] = ("cpu", "cuda")
+
+    def holds(self, wishes: Mapping[str, object], device: str) -> bool:
+        """Does the rule speak about these wishes on this kind of device?"""
+        named = wishes.get(self.key) == self.value and device in self.gains
+        return named and all(wishes.get(name, values[0]) in values for name, values in self.parameters)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "quantization",
+        "int8",
+        "compile",
+        True,
+        "INT8 dynamic wants compile: run eagerly, quantizing and rescaling cost more than the products save",
+        (("quantization_scheme", ("dynamic",)),),
+        gains=("cuda", "cpu with INT8 units"),
+    ),
+)
+
+
+def in_order(keys: Iterable[str]) -> list[str]:
+    """Places in the order in which they are attached."""
+    return sorted(keys, key=lambda key: PLACES[key].rank)

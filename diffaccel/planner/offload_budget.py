@@ -11,29 +11,30 @@ from ..core.accelerator import Accelerator, Fidelity, Target
 from ..core.compat import unwrap_module
 from ..errors import BudgetError, IncompatibleError
 from ..ledger.hardware import GIB
+from .levers import PLACES
 from .options import Budget, build
-from .places import PLACES
 from .plan import PlanItem
 
 HEADROOM = 0.15  # assumed: the share of a GPU that computing takes beside weights, where nobody gave a budget
 
 
-class Judged(NamedTuple):
+class Limited(NamedTuple):
     """The wishes, less an offload that is not needed; then the plan item that says so."""
 
     wishes: dict[str, Any]
     item: PlanItem | None
 
 
-def judge(target: Target, budget: Budget, wishes: dict[str, Any], explicit: bool) -> Judged:
+def limit_memory(target: Target, budget: Budget, wishes: dict[str, Any], explicit: bool) -> Limited:
     """Offload within the memory budget. A preset's offload (not `explicit`) acts only where weights do not fit.
 
     Raises:
         BudgetError: the weights do not fit into `memory_gib`, neither as wished; says what would.
     """
-    place, wish = PLACES["offload"], wishes.get("offload")
-    if budget.memory_gib is None and wish not in place.ready:
-        return Judged(wishes, None)
+    wish = wishes.get("offload")
+    if budget.memory_gib is None and not wish:
+        return Limited(wishes, None)
+    place = PLACES["offload"]
     sizes = _sizes(target.pipe)
     target.quantized_bytes = _quantized(target, budget, wishes)
     sizes |= {name: min(sizes[name], size) for name, size in target.quantized_bytes.items() if name in sizes}
@@ -41,14 +42,14 @@ def judge(target: Target, budget: Budget, wishes: dict[str, Any], explicit: bool
     if wish in place.ready and not explicit:
         why = _not_needed(target, budget, whole)
         if why is not None:
-            rest = {k: v for k, v in wishes.items() if k != "offload" and not k.startswith(place.prefixes)}
-            return Judged(rest, PlanItem(place.item(wish), place.slot.value, "skipped", why, "exact"))
+            rest = {k: v for k, v in wishes.items() if k != "offload" and not place.owns(k)}
+            return Limited(rest, PlanItem(place.item(wish), place.slot.value, "skipped", why, "exact"))
     if budget.memory_gib is None or whole <= budget.memory_gib:
-        return Judged(wishes, None)
+        return Limited(wishes, None)
     if wish in place.ready:
         wishes = _limited(wishes, wish, budget.memory_gib)
         _require_fit(target, build("offload", wish, wishes), budget.memory_gib, f"{_taken(sizes, budget)}, and ")
-        return Judged(wishes, None)
+        return Limited(wishes, None)
     raise BudgetError(f"{_taken(sizes, budget)}. {_what_fits(target, budget.memory_gib)}")
 
 

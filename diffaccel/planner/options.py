@@ -1,4 +1,4 @@
-"""Wishes: the override keys of `accelerate`, validated against the rule table before anything is touched."""
+"""Wishes: the override keys of `accelerate`, validated against the table of places before anything is touched."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from ..core.accelerator import Accelerator, Fidelity
 from ..core.options import above, plain, short, take
+from ..core.place import Place
 from ..errors import InvalidOptionError, clipped, closest, nearest, unknown
-from .levers import LEVERS
-from .places import PLACES, Place
+from .levers import PLACES, owner_of
 
 # What an option is called elsewhere, or in speech, by the name it has here (the first one that there is is meant).
 OTHER_WORDS: dict[str, tuple[str, ...]] = {
@@ -71,46 +71,47 @@ class Budget:
 
 def parameter_names(place: Place, value: str | bool | None) -> list[str]:
     """Names of the parameters a value of this place takes (without the prefix)."""
-    row = LEVERS.get(place.key, {}).get(str(value))
-    if row is None or value not in place.ready:
-        return []
-    return [f.name for f in fields(row.config()) if f.name not in row.fixed]
+    lever = place.levers.get(str(value))
+    return [] if lever is None else [f.name for f in fields(lever.config()) if f.name not in lever.fixed]
 
 
 def override_keys() -> list[str]:
-    """Every override key `accelerate` knows."""
-    keys = list(PLACES)
+    """Every override key `accelerate` knows. Imports every lever: for messages only."""
+    keys = set(PLACES)
     for place in PLACES.values():
-        for prefix in place.prefixes:
-            for value in place.ready:
-                keys += [prefix + name for name in parameter_names(place, value)]
-    return sorted(set(keys))
+        keys |= {place.prefix + name for value in place.levers for name in parameter_names(place, value)}
+    return sorted(keys)
 
 
 def validate(wishes: dict[str, Any]) -> dict[str, Any]:
-    """The same wishes, in the order of the table. Raises InvalidOptionError for unknown names and values."""
-    known = override_keys()
+    """The same wishes. Raises InvalidOptionError for unknown names and values."""
     for key, value in wishes.items():
         place = PLACES.get(key)
         if place is None:
-            if _owner(key) is None or (key not in known and _owner_is_ready(key, wishes)):
-                raise _no_option(key, wishes, known)
-            continue
-        if value is None or (isinstance(value, bool) and value in place.values) or value is False:
-            continue
-        if not isinstance(value, (str, bool)) or value not in place.values:
+            _require_known(key, wishes)
+        elif value is not None and value is not False and not _allowed(place, value):
             allowed = [str(v) for v in (*place.values, None)]
             raise InvalidOptionError(f"{key}={short(value)}: {nearest(str(value), allowed)}")
     for key in wishes:
-        owner = _owner(key)
+        owner = owner_of(key)
         if owner is not None and not wishes.get(owner.key):
             raise InvalidOptionError(f"{key} was given, but no {owner.key} is chosen: give {owner.key}= as well")
     return {key: plain(value) for key, value in wishes.items()}
 
 
-def _owner(key: str) -> Place | None:
-    """The place a parameter key belongs to (`cache_threshold` -> cache)."""
-    return next((p for p in PLACES.values() for prefix in p.prefixes if key.startswith(prefix)), None)
+def _allowed(place: Place, value: Any) -> bool:
+    return isinstance(value, bool if place.switch else str) and value in place.values
+
+
+def _require_known(key: str, wishes: dict[str, Any]) -> None:
+    """Raise unless some value of the place that this key belongs to has such a parameter."""
+    owner = owner_of(key)
+    chosen = None if owner is None else wishes.get(owner.key)
+    if owner is not None and chosen and key.removeprefix(owner.prefix) in parameter_names(owner, chosen):
+        return
+    known = override_keys()
+    if key not in known:
+        raise _no_option(key, wishes, known)
 
 
 def likely(name: str, names: Collection[str], prefix: str = "") -> list[str]:
@@ -121,13 +122,12 @@ def likely(name: str, names: Collection[str], prefix: str = "") -> list[str]:
 
 def _no_option(key: str, wishes: dict[str, Any], known: list[str]) -> InvalidOptionError:
     """The error for an option that there is not, with the near ones of its place."""
-    owner = _owner(key)
+    owner = owner_of(key)
     if owner is None:
         return unknown("option", key, [*known, *ARGUMENTS], likely(key, [*known, *ARGUMENTS]))
-    prefix = next(p for p in owner.prefixes if key.startswith(p))
-    value = wishes.get(owner.key)
-    names = [prefix + name for name in parameter_names(owner, value)] or [k for k in known if k.startswith(prefix)]
-    return unknown("option", key, names, likely(key, names, prefix))
+    names = [owner.prefix + name for name in parameter_names(owner, wishes.get(owner.key))]
+    names = names or [name for name in known if owner.owns(name)]
+    return unknown("option", key, names, likely(key, names, owner.prefix))
 
 
 def require_parameters(key: str, value: str | bool, parameters: Iterable[str]) -> None:
@@ -138,28 +138,19 @@ def require_parameters(key: str, value: str | bool, parameters: Iterable[str]) -
             raise unknown(f"option of {PLACES[key].item(value)}", name, names, likely(name, names))
 
 
-def _owner_is_ready(key: str, wishes: dict[str, Any]) -> bool:
-    owner = _owner(key)
-    if owner is None:
-        return False
-    value = wishes.get(owner.key)
-    return value is None or value in owner.ready
-
-
 def build(key: str, value: str | bool, wishes: dict[str, Any]) -> Accelerator:
     """The accelerator config of one wish (the value must be one this version has)."""
     place = PLACES[key]
-    row = LEVERS[key][str(value)]
+    lever = place.levers[str(value)]
     names = parameter_names(place, value)
     parameters = {}
     for wish, given in wishes.items():
-        for prefix in place.prefixes:
-            if wish.startswith(prefix):
-                name = wish.removeprefix(prefix)
-                if name not in names:
-                    raise _no_option(wish, wishes, [])
-                parameters[name] = given
+        if owner_of(wish) is place:
+            name = wish.removeprefix(place.prefix)
+            if name not in names:
+                raise _no_option(wish, wishes, [])
+            parameters[name] = given
     try:
-        return row.config()(**row.fixed, **parameters)  # type: ignore[no-any-return]
+        return lever.config()(**lever.fixed, **parameters)  # type: ignore[no-any-return]
     except InvalidOptionError as error:
         raise InvalidOptionError(f"{key}={value!r}: {error}") from None

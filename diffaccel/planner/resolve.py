@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.accelerator import Accelerator, Fidelity, Target, Verdict
+from ..core.accelerator import Accelerator, Fidelity, Placed, Slot, Target, Verdict
 from ..core.compat import int8_units
 from ..core.options import BOOLEAN, GOT, confirm, is_number, short
+from ..core.place import LAST, Place
 from ..core.stack import weights_on_meta
 from ..errors import BudgetError, InvalidOptionError, InvalidPipelineError, UnsupportedModelError, unknown
 from ..ledger import hardware as machines
@@ -20,10 +21,9 @@ from ..ledger.hardware import Hardware
 from ..models.registry import lookup
 from . import toml
 from .learn import LearnBlocks
-from .levers import LEVERS
-from .offload_budget import judge
+from .levers import PLACES, RULES, in_order
+from .offload_budget import limit_memory
 from .options import Budget, build, validate
-from .places import PLACES, RULES, Place, in_order
 from .plan import Plan, PlanItem
 from .presets import Preset, load
 from .presets.fitting import fit
@@ -31,13 +31,41 @@ from .presets.fitting import fit
 LATER = "not in this version"
 
 
+class Judged(NamedTuple):
+    """What became of one place's wish."""
+
+    item: PlanItem
+    accelerator: Accelerator | None
+    verdict: Verdict
+
+
 class Decision(NamedTuple):
-    """A plan, and what puts it into effect: accelerators in order, on a target; `wishes` are what was asked for."""
+    """A plan, and what puts it into effect: levers in order, on a target; `wishes` are what was asked for."""
 
     plan: Plan
-    accelerators: tuple[Accelerator, ...]
+    levers: tuple[Placed, ...]
     target: Target
     wishes: dict[str, Any]
+    judged: Mapping[str, Judged]  # by place
+
+    def require(self, key: str) -> None:
+        """Raise where what was asked of this place cannot act."""
+        if key in self.judged:
+            _require(self.judged[key])
+
+    def untouched(self, key: str, wishes: Mapping[str, Any]) -> dict[str, Judged]:
+        """The judgements that still stand where only the place `key` is asked for something else."""
+        if PLACES[key].slot is Slot.WEIGHT:
+            return {}  # what others said of the weights may no longer be true
+
+        def asked(wishes: Mapping[str, Any], place: str) -> dict[str, Any]:
+            return {name: value for name, value in wishes.items() if name == place or PLACES[place].owns(name)}
+
+        return {
+            place: row
+            for place, row in self.judged.items()
+            if place != key and row.verdict.ok and asked(self.wishes, place) == asked(wishes, place)
+        }
 
 
 def require_pipeline(pipe: Any, weights: bool = True) -> None:
@@ -89,8 +117,8 @@ def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, Any]) -> 
     for key, value in overrides.items():
         # Another method than the preset's: the preset's numbers do not apply.
         place = PLACES.get(key)
-        if place is not None and place.prefixes and value != base.wishes.get(key):
-            wishes = {k: v for k, v in wishes.items() if k in overrides or not k.startswith(place.prefixes)}
+        if place is not None and place.prefix and value != base.wishes.get(key):
+            wishes = {k: v for k, v in wishes.items() if k in overrides or not place.owns(k)}
     return base, validate(wishes)
 
 
@@ -108,7 +136,7 @@ def _stands_for(item: PlanItem, place: Place, value: str | bool) -> bool:
     if value is False or value not in place.ready or item.name != place.item(value):
         return False
     twins = [other for other in place.values if other is not False and place.item(other) == item.name]
-    return len(twins) == 1 or LEVERS[place.key][str(value)].config().fidelity.value == item.fidelity
+    return len(twins) == 1 or place.levers[str(value)].config().fidelity.value == item.fidelity
 
 
 def _wishes_of(plan: Plan) -> dict[str, Any]:
@@ -122,8 +150,8 @@ def _wishes_of(plan: Plan) -> dict[str, Any]:
             for value in place.values:
                 if item.status == "enabled" and _stands_for(item, place, value):
                     wishes[place.key] = value
-                    prefix = place.prefixes[0] if place.prefixes else ""
-                    wishes.update({prefix + k: v for k, v in item.params.items() if prefix and v is not None})
+                    params = item.params if place.prefix else {}
+                    wishes.update({place.prefix + k: v for k, v in params.items() if v is not None})
     return wishes
 
 
@@ -134,8 +162,10 @@ def resolve(
     hardware: str | Hardware | None,
     strict: bool,
     overrides: Mapping[str, Any],
+    known: Mapping[str, Judged] | None = None,
 ) -> Decision:
-    """Decide what is on. With `strict`, anything that cannot act raises instead of being skipped."""
+    """Decide what is on. With `strict`, anything that cannot act raises instead of being skipped. `known` are places
+    that were judged before, on the same pipeline, and are as they were."""
     strict = confirm("strict", strict, BOOLEAN, GOT)
     preset = _plan_in_file(preset)
     base, wishes = gather(preset, overrides)
@@ -155,26 +185,11 @@ def resolve(
         )
     base, wishes = gather(fit(base, preset, target.spec.family, target.hardware, overrides), overrides)
     worst = min(Fidelity(budget.fidelity), Fidelity(base.fidelity or "lossy"), key=lambda f: f.rank)
-    wishes, unneeded = judge(target, budget, wishes, isinstance(preset, Plan) or "offload" in overrides)
-    items: list[PlanItem] = []
-    accelerators: list[Accelerator] = []
-    wider, added, remarks = _ruled(wishes, target)
-    wanted = [k for k in wider if k in PLACES and wider[k] not in (None, False)]
-    for key in in_order([*wanted, *(["offload"] if unneeded is not None else [])]):
-        if key == "offload" and unneeded is not None:
-            items.append(unneeded)
-            continue
-        item, accelerator, verdict = _decide(PLACES[key], wider, target, worst, budget)
-        if strict and not verdict.ok and not verdict.satisfied and key not in added:
-            raise verdict.error(f"{item.name}: {verdict.reason}")
-        if key in added:
-            item = replace(item, reason=f"{item.reason}; {added[key]}")
-        items.append(item)
-        if accelerator is not None and verdict.ok:
-            accelerators.append(accelerator)
-    pupil = LearnBlocks()
-    if any(item.status == "skipped" for item in items) and pupil.check(target).ok:
-        accelerators.append(pupil)
+    wishes, unneeded = limit_memory(target, budget, wishes, isinstance(preset, Plan) or "offload" in overrides)
+    chosen = _choose(target, wishes, unneeded, worst, budget, known or {})
+    for key in (key for key in chosen.judged if strict and key not in chosen.added):
+        _require(chosen.judged[key])
+    items = list(chosen.items)
     if budget.max_seconds is not None:
         reason = f"{LATER}: there is no time model yet, so max_seconds={budget.max_seconds:g} cannot be judged"
         if strict:
@@ -187,9 +202,52 @@ def resolve(
         hardware=str(target.hardware),
         items=tuple(items),
         budget=budget,
-        notes=(*base.notes, *remarks),
+        notes=(*base.notes, *chosen.remarks),
     )
-    return Decision(plan, tuple(accelerators), target, wishes)
+    return Decision(plan, chosen.levers, target, wishes, chosen.judged)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What each place's wish came to."""
+
+    items: tuple[PlanItem, ...]
+    levers: tuple[Placed, ...]
+    judged: Mapping[str, Judged]
+    added: frozenset[str]  # places that a rule asked for
+    remarks: tuple[str, ...]
+
+
+def _choose(
+    target: Target,
+    wishes: dict[str, Any],
+    unneeded: PlanItem | None,
+    worst: Fidelity,
+    budget: Budget,
+    known: Mapping[str, Judged],
+) -> _Choice:
+    items: list[PlanItem] = []
+    levers: list[Placed] = []
+    judged: dict[str, Judged] = {}
+    wider, added, remarks = _ruled(wishes, target)
+    wanted = [key for key in wider if key in PLACES and wider[key] not in (None, False)]
+    for key in in_order([*wanted, *(["offload"] if unneeded is not None else [])]):
+        if key == "offload" and unneeded is not None:
+            items.append(unneeded)
+            continue
+        judged[key] = known.get(key) or _decide(PLACES[key], wider, target, worst, budget)
+        item, accelerator, verdict = judged[key]
+        items.append(replace(item, reason=f"{item.reason}; {added[key]}") if key in added else item)
+        if accelerator is not None and verdict.ok:
+            levers.append(Placed(PLACES[key].rank, accelerator))
+    if any(item.status == "skipped" for item in items) and LearnBlocks().check(target).ok:
+        levers.append(Placed(LAST, LearnBlocks()))
+    return _Choice(tuple(items), tuple(levers), judged, frozenset(added), tuple(remarks))
+
+
+def _require(row: Judged) -> None:
+    if not row.verdict.ok and not row.verdict.satisfied:
+        raise row.verdict.error(f"{row.item.name}: {row.verdict.reason}")
 
 
 def _ruled(wishes: dict[str, Any], target: Target) -> tuple[dict[str, Any], dict[str, str], list[str]]:
@@ -208,16 +266,14 @@ def _ruled(wishes: dict[str, Any], target: Target) -> tuple[dict[str, Any], dict
     return wider, added, remarks
 
 
-def _decide(
-    place: Place, wishes: dict[str, Any], target: Target, worst: Fidelity, budget: Budget
-) -> tuple[PlanItem, Accelerator | None, Verdict]:
+def _decide(place: Place, wishes: dict[str, Any], target: Target, worst: Fidelity, budget: Budget) -> Judged:
     value = wishes[place.key]
     name = place.item(value)
     if value not in place.ready:
         ready = ", ".join(repr(v) for v in place.ready if v is not False)
         reason = f"{LATER}" + (f" (ready: {ready})" if ready else "")
         verdict = Verdict.no(reason, InvalidOptionError)
-        return PlanItem(name, place.slot.value, "skipped", reason, "unknown"), None, verdict
+        return Judged(PlanItem(name, place.slot.value, "skipped", reason, "unknown"), None, verdict)
     accelerator = build(place.key, value, wishes)
     fidelity = accelerator.fidelity
     verdict = accelerator.check(target)
@@ -231,7 +287,7 @@ def _decide(
     # asdict would take nested configs apart; an accelerator that holds some says itself what a plan shows.
     own = getattr(accelerator, "params", None)
     params = {} if not verdict.ok else own() if own is not None else asdict(accelerator)  # type: ignore[call-overload]
-    fixed = LEVERS[place.key][str(value)].fixed  # what the value itself says
+    fixed = place.levers[str(value)].fixed  # what the value itself says
     item = PlanItem(
         name=name,
         slot=place.slot.value,
@@ -241,4 +297,4 @@ def _decide(
         params={k: v for k, v in params.items() if v is not None and k not in fixed},
         predicted=accelerator.predict(target) if verdict.ok else {},
     )
-    return item, accelerator, verdict
+    return Judged(item, accelerator, verdict)

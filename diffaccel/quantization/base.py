@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +13,7 @@ from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import REGISTRY, unwrap_module
 from ..core.options import BOOLEAN, choose_name, take, take_plain
 from ..core.run import Run
+from ..core.state import PerRun
 from ..errors import IncompatibleError, InvalidOptionError, MissingDependencyError
 from ..ledger.hardware import Hardware
 from . import backends, guard, originals
@@ -200,7 +201,7 @@ class QuantizedWeights:
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Exchange the weights in place; all or nothing."""
-        state = _Attached(self, target)
+        state = _Attached(self, target, site)
         state.put_on()
         return Edit(
             self.name,
@@ -208,10 +209,14 @@ class QuantizedWeights:
             begin_run=state.begin_run,
             end_run=state.end_run,
             stats=state.stats,
-            durable=True,
             no_undo=state.lost,
             displaced=state.displaced,
+            weights=frozenset(state.parts),
         )
+
+    def weights(self, target: Target) -> frozenset[str]:
+        """The models whose weights it changes."""
+        return frozenset(component for component, _, _ in self._parts(target, self.recipe(target.hardware)))
 
 
 def require_originals(pipe: Any) -> None:
@@ -229,10 +234,10 @@ def require_originals(pipe: Any) -> None:
 class _Attached:
     """One lever on one pipeline."""
 
-    def __init__(self, lever: QuantizedWeights, target: Target) -> None:
-        self.lever, self.target = lever, target
+    def __init__(self, lever: QuantizedWeights, target: Target, site: Site) -> None:
+        self.lever, self.target, self.site = lever, target, site
         self.parts: dict[str, Swapped] = {}
-        self.watches: list[tuple[Any, Watch]] = []
+        self.watching: list[Callable[[], None]] = []  # what takes the watches of the run in progress off
 
     def put_on(self) -> None:
         """Quantize every model. Raises with nothing changed where that cannot be."""
@@ -280,15 +285,14 @@ class _Attached:
             why = cast_in_graphs(swapped.module, swapped.layers)
             if why:
                 raise IncompatibleError(f"{self.lever.name}: {name}: {why}")
-        stack = getattr(run.owner, "stack", None)
-        if self.lever.guard == guard.OFF or stack is None:
+        if self.lever.guard == guard.OFF:
             return
-        for component, root in stack.site.roots.items():
+        for component, root in self.site.roots.items():
             part = self.parts.get(component)
             if part is not None:
-                watch = Watch(self.lever.name, run, stack.modules[component], part.layers, self._plain(part))
-                root.listeners.append(watch)
-                self.watches.append((root, watch))
+                module = getattr(self.target.pipe, component)
+                watch = Watch(self.lever.name, run, module, part.layers, self._plain(part))
+                self.watching.append(root.add(watch, self.site.rank))
 
     def _plain(self, part: Swapped) -> Plain | None:
         if self.lever.guard != guard.REFERENCE:
@@ -297,10 +301,9 @@ class _Attached:
 
     def end_run(self, run: Run) -> None:
         """Look no more."""
-        for root, watch in self.watches:
-            if watch in root.listeners:
-                root.listeners.remove(watch)
-        self.watches.clear()
+        for stop in self.watching:
+            stop()
+        self.watching.clear()
 
     def stats(self, run: Run) -> dict[str, Any]:
         """Layers and bytes of the quantized weights, where the originals are, and what the guard compared."""
@@ -315,4 +318,4 @@ class _Attached:
             "bytes": after,
             "bytes_before": before,
         }
-        return {**found, "originals": kept, **run.state.get(self.lever.name, {})}
+        return {**found, "originals": kept, **run.state.get(self.lever.name, PerRun())}

@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 from ..core.compat import leaves
+from ..core.listener import Listener
 from ..core.run import Call, Run, suspended
+from ..core.state import PerRun
 from ..errors import DiffaccelError
 
 FINITE, REFERENCE, OFF = "finite", "reference", "off"
@@ -48,7 +50,7 @@ class LayerReport:
     shift: float  # the largest `channel_shift`
 
 
-class Watch:
+class Watch(Listener):
     """Looks at the first call of each denoiser in one run. Lives in the root hook's list of listeners for that run."""
 
     def __init__(
@@ -102,11 +104,7 @@ class Watch:
         worst = max(layers, key=lambda report: report.error, default=None)
         if worst is None or not shifts:
             return
-        self.run.state[self.lever] = {
-            "channel_shift": max(shifts),
-            "worst_layer": worst.name,
-            "worst_error": worst.error,
-        }
+        self.run.state[self.lever] = PerRun(channel_shift=max(shifts), worst_layer=worst.name, worst_error=worst.error)
         if max(shifts) > LARGEST_SHIFT:
             self.run.note(
                 f"{self.lever}: a channel of the denoiser's output moved by {max(shifts):.2f} of its spread against "

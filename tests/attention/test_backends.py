@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from diffaccel.attention.backends import BACKENDS, SAGE, Backend, Package, absent, unfit, unfit_call
+from diffaccel.attention.levers import KERNELS
 from diffaccel.core.compat import AttentionBackendName, dispatch_attention
 from diffaccel.ledger.hardware import HARDWARE
-from diffaccel.planner.places import KERNELS
 
 from .cases import tensors, truth
 

@@ -39,13 +39,13 @@ def opened(pipe: Any, handler: Handler) -> Iterator[list[Interception]]:
     """Seams with `handler` on every denoiser of an accelerated pipeline."""
     stack = pipe.acceleration.stack
     found = []
-    for component, root in stack.site.roots.items():
-        found.append((Interception(stack.modules[component], stack.target.spec, handler).open(root), root))
+    for component, root in stack.roots.items():
+        found.append(Interception(stack.modules[component], stack.target.spec, handler).open(root))
     try:
-        yield [seam for seam, _ in found]
+        yield found
     finally:
-        for seam, root in found:
-            seam.close(root)
+        for interception in found:
+            interception.close()
 
 
 def passing(seen: list[Where]) -> Handler:

@@ -15,7 +15,7 @@ from diffaccel.caching.guards import Guards
 from diffaccel.caching.policy import Memory, Policy
 from diffaccel.caching.scopes.denoiser import Denoiser
 from diffaccel.caching.scopes.stack import Stack
-from diffaccel.core.chain import install_root
+from diffaccel.core.root import install_root
 from diffaccel.core.run import Call, Run, running
 from diffaccel.models.spec import BlockList, ModelSpec
 

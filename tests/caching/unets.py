@@ -18,7 +18,7 @@ from diffaccel.caching.gates.schedule import ScheduleGate
 from diffaccel.caching.guards import Guards
 from diffaccel.caching.policy import Policy
 from diffaccel.caching.scopes.unet import Deep
-from diffaccel.core.chain import install_root
+from diffaccel.core.root import install_root
 from diffaccel.core.run import Run, running
 from diffaccel.extrapolation.forecast import REUSE
 from diffaccel.models.cards.sdxl import CARD

@@ -10,7 +10,7 @@ import pytest
 from diffaccel import Budget
 from diffaccel.core import options
 from diffaccel.errors import InvalidOptionError
-from diffaccel.planner.levers import LEVERS
+from diffaccel.planner.levers import PLACES
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ SAMPLES = {"switch": 0.5, "refine": 0, "max_gain": 3.0, "retention": 0.2, "order
 def numeric_fields():
     """(config class, fixed fields, field) of all numbers and switches of every lever."""
     seen = set()
-    for rows in LEVERS.values():
+    for rows in (place.levers for place in PLACES.values()):
         for row in rows.values():
             config = row.config()
             if config.__name__ in ("Lora", "CustomCache"):

@@ -11,8 +11,8 @@ from diffaccel import Budget, InvalidOptionError, accelerate, attach, plan, pres
 from diffaccel.errors import closest, few, nearest
 from diffaccel.ledger.hardware import HARDWARE, named
 from diffaccel.pipeline import accelerated_class, cache_verb_name
+from diffaccel.planner.levers import PLACES
 from diffaccel.planner.options import override_keys, parameter_names, validate
-from diffaccel.planner.places import PLACES
 from tests import tiny
 
 SLIPS: dict[str, Callable[[str], str]] = {
@@ -59,9 +59,9 @@ def test_every_option_of_every_value(key: str, value: str | bool) -> None:
     """Every parameter, as an override: the right name is in the sentence."""
     names = parameter_names(PLACES[key], value)
     for name in names:
-        option = PLACES[key].prefixes[0] + name
-        for wrong in slips(option, [PLACES[key].prefixes[0] + other for other in names]):
-            if key in ("lora",) or (not wrong.startswith(PLACES[key].prefixes[0]) and wrong in PLACES):
+        option = PLACES[key].prefix + name
+        for wrong in slips(option, [PLACES[key].prefix + other for other in names]):
+            if key in ("lora",) or (not wrong.startswith(PLACES[key].prefix) and wrong in PLACES):
                 continue
             said = refusal(validate, {key: value, wrong: 1})
             assert repr(option) in said or f" {option}," in said, said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diffaccel.planner.places import PLACES, in_order
+from diffaccel.planner.levers import PLACES, in_order
 
 
 def test_slots_order_and_caches_outermost() -> None:

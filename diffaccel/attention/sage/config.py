@@ -16,6 +16,7 @@ from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import unwrap_module
 from ...core.options import BOOLEAN, Check, take
 from ...core.run import Run
+from ...core.state import PerRun
 from ...errors import InvalidOptionError, MissingDependencyError, unknown
 from ..attach import attach_handler, interceptable
 from ..backends import ALL, SAGE, Backend, unfit, unfit_call
@@ -157,7 +158,7 @@ class SageHandler:
     def begin_run(self, run: Run) -> None:
         """A run begins: count anew, trust every layer anew."""
         self.padding.forget()
-        run.state[NAME] = {"counts": Counts(), "off": {}, "seen": {}}
+        run.state[NAME] = PerRun({"counts": Counts(), "off": {}, "seen": {}})
 
     def stats(self, run: Run) -> dict[str, Any]:
         """Calls by variant, fallbacks by reason, layers that were given up."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ...core.run import Run
+from ...core.state import PerRun
 from ...errors import InvalidOptionError
 from ..calls import Counts, Inputs, Where
 from ..geometry import Geometry
@@ -31,7 +32,8 @@ KEPT_PLANS = 8  # geometries whose plans are kept; a run has one or two
 class MethodStates(dict[tuple[Any, ...], dict[str, Any]]):
     """What methods keep per layer and branch; methods replace tensors and never write into them."""
 
-    def __copy__(self) -> MethodStates:
+    def fork(self) -> MethodStates:
+        """For another run."""
         return MethodStates((key, dict(state)) for key, state in self.items())
 
 
@@ -58,12 +60,12 @@ class SparseHandler:
     def begin_run(self, run: Run) -> None:
         """A run begins: count anew."""
         self.padding.forget()
-        run.state[self.name] = {"counts": Counts(), "density": [], "methods": MethodStates()}
+        run.state[self.name] = PerRun(counts=Counts(), density=[], methods=MethodStates())
 
     def stats(self, run: Run) -> dict[str, Any]:
         """Calls by kind, fallbacks by reason, mean density of the sparse calls."""
         self.padding.forget()
-        state = run.state.get(self.name, {})
+        state = run.state.get(self.name, PerRun())
         if not state:
             return {}
         found = state["density"]

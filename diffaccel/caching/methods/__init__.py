@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from .adacache import AdaCache
-from .base import StepCache
-from .custom import CustomCache
-from .dbcache import DBCache
-from .deepcache import DeepCache
-from .delta_dit import DeltaDiT
-from .dicache import DiCache
-from .easycache import EasyCache
-from .first_block import FirstBlockCache
-from .interval import IntervalCache
-from .magcache import MagCache
-from .seacache import SeaCache
-from .step_schedule import StepSchedule
-from .taylorseer import TaylorSeer
-from .teacache import TeaCache
+from collections.abc import Iterator, Mapping
 
-METHODS: dict[str, type[StepCache]] = {
-    "adacache": AdaCache,
-    "custom": CustomCache,
-    "dbcache": DBCache,
-    "deepcache": DeepCache,
-    "delta_dit": DeltaDiT,
-    "dicache": DiCache,
-    "easycache": EasyCache,
-    "first_block": FirstBlockCache,
-    "interval": IntervalCache,
-    "magcache": MagCache,
-    "schedule": StepSchedule,
-    "seacache": SeaCache,
-    "taylorseer": TaylorSeer,
-    "teacache": TeaCache,
-}
+from ..levers import PLACE
+from .base import StepCache
+
+
+class _Methods(Mapping[str, type[StepCache]]):
+    """Override value -> config class; a class is imported when it is first asked for."""
+
+    def __getitem__(self, name: str) -> type[StepCache]:
+        return PLACE.levers[name].config()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(PLACE.levers))
+
+    def __len__(self) -> int:
+        return len(PLACE.levers)
+
+
+METHODS: Mapping[str, type[StepCache]] = _Methods()
 
 __all__ = ["METHODS", "StepCache"]

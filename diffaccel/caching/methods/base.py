@@ -12,6 +12,7 @@ from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import native_cache, unwrap_module
 from ...core.options import BOOLEAN, GOT, take, take_plain
 from ...core.run import Run
+from ...core.state import PerRun
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, UnsupportedModelError, unknown
 from ...extrapolation.forecast import Forecast
 from ..build import put_on, why_unfit
@@ -185,7 +186,7 @@ class StepCache:
             recipe = self.full_recipe(target)
             for component, root in site.roots.items():
                 module = unwrap_module(getattr(target.pipe, component))
-                engines.append(put_on(self.name, module, root, target.spec, recipe))
+                engines.append(put_on(self.name, module, root, target.spec, recipe, site.rank))
         except BaseException:
             undo()
             raise
@@ -195,7 +196,7 @@ class StepCache:
 
         def begin_run(run: Run) -> None:
             if not off:
-                run.state[self.name] = {}
+                run.state[self.name] = PerRun()
 
         def end_run(run: Run) -> None:
             for engine in engines:

@@ -112,7 +112,7 @@ class _BlockObserver(Hook):
                 engine.cut_tokens(hooks.x.shape[1])
             if hooks.start == 0:
                 hooks.entry = hooks.entry_of(inputs_of(self.row, args, kwargs))
-            if engine.open and engine.recipe.policy.gate.observes == MODULATED:
+            if engine.deciding and engine.recipe.policy.gate.observes == MODULATED:
                 assert engine.spec.modulated is not None
                 engine.decide(engine.spec.modulated(module, args, kwargs))
         return args, kwargs
@@ -127,7 +127,7 @@ class _BlockObserver(Hook):
             hooks.entry = hooks.entry_of(streams) if hooks.joins else tuple(map(streams.__getitem__, hooks.reads))
             if hooks.padded:
                 engine.cut_tokens(hooks.entry[0].shape[1])
-            if engine.open:
+            if engine.deciding:
                 assert hooks.x is not None
                 y = streams[self.main]
                 engine.decide((y, hooks.x) if engine.recipe.policy.gate.observes == PAIR else y - hooks.x)

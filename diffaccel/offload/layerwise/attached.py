@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from ...core.accelerator import Site, Target
-from ...core.chain import Hook, Link, RootHook, install
+from ...core.chain import Hook, Link, install
 from ...core.compat import eager, host_edit, unwrap_module
+from ...core.listener import Listener
+from ...core.root import RootHook
 from ...core.run import Call, Run
+from ...core.state import PerRun
 from ...errors import IncompatibleError
 from ..host_memory import trim_heap
 from ..packing import own_tensors, pack, plain_tensors, tensors_of
@@ -85,7 +89,7 @@ class _KeptHook(Hook):
         return args, kwargs
 
 
-class _CallListener:
+class _CallListener(Listener):
     """Listens to a denoiser's calls."""
 
     def __init__(self, prefetcher: Prefetcher, root: RootHook) -> None:
@@ -106,7 +110,7 @@ class LayerwiseAttached:
     def __init__(self, lever: Config, target: Target, site: Site, device: torch.device) -> None:
         self.lever, self.target, self.site, self.device = lever, target, site, device
         self.links: list[Link] = []
-        self.listeners: list[_CallListener] = []
+        self.listening: list[Callable[[], None]] = []
         self.moved_there: list[tuple[torch.Tensor, torch.device]] = []
         self.store: Store | None = None
         self.blocks: list[Block] = []
@@ -175,15 +179,14 @@ class LayerwiseAttached:
         )
         for block in self.blocks:
             hook = _MovingHook(self.prefetcher, block)
-            block.link = install(block.module, hook, HOOK).around(hook.call)
+            block.link = install(block.module, hook, HOOK, rank=self.site.rank).around(hook.call)
             self.links.append(block.link)
         for index in split.kept:
             module, component = seen.blocks[index][0], seen.components[index]
-            self.links.append(install(module, _KeptHook(self.prefetcher, index, component), HOOK))
-        for root in self.site.roots.values():
-            listener = _CallListener(self.prefetcher, root)
-            root.listeners.append(listener)
-            self.listeners.append(listener)
+            kept_hook = _KeptHook(self.prefetcher, index, component)
+            self.links.append(install(module, kept_hook, HOOK, rank=self.site.rank))
+        roots = self.site.roots.values()
+        self.listening = [root.add(_CallListener(self.prefetcher, root), self.site.rank) for root in roots]
 
     def _open_stream(self) -> TransferStream:
         if self.device.type == "cuda":
@@ -196,12 +199,11 @@ class LayerwiseAttached:
         if hasattr(self, "prefetcher"):
             self.prefetcher.runs = 0
             self.prefetcher.settle()
-        for listener in self.listeners:
-            if listener in listener.root.listeners:
-                listener.root.listeners.remove(listener)
+        for stop in self.listening:
+            stop()
         for link in reversed(self.links):
             link.remove()
-        self.links, self.listeners = [], []
+        self.links, self.listening = [], []
         for block in self.blocks:
             for stored in block.stored:
                 stored.give_back()
@@ -235,7 +237,7 @@ class LayerwiseAttached:
             for block in stale:
                 self.renew(block)
         self.prefetcher.open()
-        run.state[self.lever.name] = dict(zip(NAMES, self._counts(), strict=True))
+        run.state[self.lever.name] = PerRun(zip(NAMES, self._counts(), strict=True))
 
     def end_run(self, run: Run) -> None:
         """Everything is evicted again."""
@@ -247,7 +249,7 @@ class LayerwiseAttached:
 
     def stats(self, run: Run) -> dict[str, Any]:
         """What this run moved and waited for, and the most that was on the device at once."""
-        before = run.state.get(self.lever.name, {})
+        before = run.state.get(self.lever.name, PerRun())
         stream = self.prefetcher.stream
         now = dict(zip(NAMES, self._counts(), strict=True))
         now["read_s"] += stream.read_s if stream is not None else 0.0

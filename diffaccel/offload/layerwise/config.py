@@ -201,6 +201,7 @@ class LayerwiseOffload:
             end_run=attached.end_run,
             relink=attached.relink,
             stats=attached.stats,
+            on_weights=True,
         )
 
 

@@ -11,15 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ...core.chain import stood_in_for
+from ...core.listener import Listener, next_computes
 from ...core.run import Call
 from ..transfer import Buffer, TransferStream
 from .block import Block
-from .foresight import will_compute
 
 
 @dataclass
@@ -67,7 +66,7 @@ class Prefetcher:
         self.order: dict[str, list[int]] = {}  # per denoiser: every block hooked, as the last whole call ran them
         self.ran: list[int] = []  # of the call in progress
         self.call: Call | None = None
-        self.listeners: Sequence[Any] = ()
+        self.listeners: Sequence[Listener] = ()
         self.wrap: bool | None = None  # is the next call sure to run its blocks?
         self.counts = TransferCounts()
         self.lock = threading.RLock()
@@ -104,7 +103,7 @@ class Prefetcher:
 
     # ---- a denoiser call -----------------------------------------------------------------------------------
 
-    def begin(self, call: Call, listeners: Sequence[Any]) -> None:
+    def begin(self, call: Call, listeners: Sequence[Listener]) -> None:
         """A denoiser is about to run."""
         self.call, self.listeners, self.ran, self.wrap = call, listeners, [], None
 
@@ -244,7 +243,7 @@ class Prefetcher:
         if not order:
             return
         for listener in self.listeners:
-            if getattr(listener, "open", None) is True:
+            if listener.deciding:
                 return  # a cache has still to decide, inside this call, whether the blocks to come are run
         wanted = self._wanted(call, order, index)
         for block in wanted:
@@ -271,7 +270,7 @@ class Prefetcher:
                 found.append(block)
         if len(found) < room:
             if self.wrap is None:
-                self.wrap = will_compute(call, self.listeners)
+                self.wrap = next_computes(call, self.listeners)
             for after in order[: at + 1] if self.wrap else ():
                 if len(found) < room and after in self.blocks and after not in self.busy:
                     found.append(self.blocks[after])

@@ -17,7 +17,9 @@ from ...core.chain import Hook, Link, install
 from ...core.compat import foreign_offload, is_fake, unwrap_module
 from ...core.hooked_forward import LoadHook
 from ...core.method_layers import add_layer
+from ...core.place import LAST, Rank
 from ...core.run import Run, current_run
+from ...core.state import PerRun
 from ...errors import DiffaccelError
 from ..components import component_groups, component_sizes, is_text_encoder, modules_of
 from ..host_memory import trim_heap
@@ -129,8 +131,8 @@ class StageRecord:
 class StageAttached:
     """One lever on one pipeline. A lock keeps calls of its components apart: they take turns."""
 
-    def __init__(self, lever: Config, target: Target) -> None:
-        self.lever, self.target = lever, target
+    def __init__(self, lever: Config, target: Target, rank: Rank = LAST) -> None:
+        self.lever, self.target, self.rank = lever, target, rank
         self.lock = RLock()
         self.depth = 0  # runs in progress
         self.in_turn = False
@@ -203,7 +205,7 @@ class StageAttached:
         for name in group.names:
             component = getattr(pipe, name)
             module = unwrap_module(component)
-            link = install(component, Hook(), HOOK)
+            link = install(component, Hook(), HOOK, rank=self.rank)
             link.around(functools.partial(self._forward, group, name, module))
             self.links.append(link)
             self.undos.append(link.remove)
@@ -265,7 +267,7 @@ class StageAttached:
         if residency is None:
             return
         run = current_run()
-        seen = None if run is None else run.state.get(self.lever.name, {}).get("seen")
+        seen = None if run is None else run.state.get(self.lever.name, PerRun()).get("seen")
         moved = Moved()
         if seen is not None and run is not None:
             for other in seen.note(group, run):
@@ -328,7 +330,7 @@ class StageAttached:
 
     def begin_run(self, run: Run) -> None:
         """Evict what was loaded, replaced or moved since the last run."""
-        run.state[self.lever.name] = {"seen": StageRecord(text=(self.cache.hits, self.cache.misses))}
+        run.state[self.lever.name] = PerRun(seen=StageRecord(text=(self.cache.hits, self.cache.misses)))
         self.depth += 1
         if self.depth == 1 and self.residency is not None:
             with self.lock:
@@ -350,7 +352,7 @@ class StageAttached:
 
     def stats(self, run: Run) -> dict[str, Any]:
         """Per moment: bytes brought in and written, seconds waited, the most weight bytes in; and the text cache."""
-        seen = run.state.get(self.lever.name, {}).get("seen")
+        seen = run.state.get(self.lever.name, PerRun()).get("seen")
         if seen is None:
             return {}
         found: dict[str, Any] = {}

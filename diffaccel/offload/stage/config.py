@@ -221,7 +221,7 @@ class StageOffload:
                 f"{self.name}: the pipeline is on the CPU, where store='host' moves nothing: give device='cuda' (or "
                 "move the pipeline there), or store='disk'"
             )
-        switch = StageAttached(self, target)
+        switch = StageAttached(self, target, site.rank)
         switch.attach()
         return Edit(
             self.name,
@@ -230,5 +230,5 @@ class StageOffload:
             end_run=switch.end_run,
             relink=switch.follow,
             stats=switch.stats,
-            durable=True,
+            on_weights=True,
         )

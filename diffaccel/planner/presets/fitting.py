@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...errors import InvalidOptionError
 from ...ledger.hardware import HARDWARE, Hardware
-from ..places import PLACES
+from ..levers import PLACES
 from . import Preset, known, load
 
 AUTO = "auto"
@@ -67,8 +67,8 @@ def _on(preset: Preset, kind: str, overrides: Collection[str]) -> Preset:
     wishes = {**preset.wishes, **changes}
     for key, value in changes.items():
         place = PLACES.get(key)
-        if place is not None and place.prefixes and not value:  # switched off: its numbers go with it
-            wishes = {k: v for k, v in wishes.items() if not k.startswith(place.prefixes)}
+        if place is not None and place.prefix and not value:  # switched off: its numbers go with it
+            wishes = {k: v for k, v in wishes.items() if not place.owns(k)}
     changed = ", ".join(f"{key}={value!r}" for key, value in changes.items())
     note = f"on a {kind}: {changed}" + (f" ({table['why']})" if table.get("why") else "")
     return replace(preset, wishes=wishes, notes=(*preset.notes, note))

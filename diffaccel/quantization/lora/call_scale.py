@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ...core.chain import Hook, Link, install
+from ...core.place import LAST, Rank
 from ...errors import IncompatibleError, InvalidOptionError
 
 KWARGS = ("joint_attention_kwargs", "attention_kwargs", "cross_attention_kwargs")  # where callers put "scale"
@@ -116,7 +117,7 @@ class ScaleHook(Hook):
         return made
 
 
-def watch(module: torch.nn.Module, scale: CallScale) -> Link:
+def watch(module: torch.nn.Module, scale: CallScale, rank: Rank = LAST) -> Link:
     """Let the scale in a denoiser's arguments act; the link's `remove` is the undo."""
     hook = ScaleHook(scale)
-    return install(module, hook, HOOK).around(hook.call)
+    return install(module, hook, HOOK, rank=rank).around(hook.call)

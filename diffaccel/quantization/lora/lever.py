@@ -11,6 +11,7 @@ import torch
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.chain import Link
 from ...core.compat import copies_held, host_edit, unwrap_module
+from ...core.place import Rank
 from ...core.run import Run
 from ...errors import IncompatibleError, InvalidOptionError
 from ..swap import ON_META, fused_since, on_meta, taken_away
@@ -141,7 +142,8 @@ class Lora:
     @host_edit
     def attach(self, target: Target, site: Site) -> Edit:
         """Let every adapter act on its layers."""
-        state = _Attached(self, target)
+        weights = self.weights(target)
+        state = _Attached(self, target, site.rank)
         state.put_on()
         return LoraEdit(
             self.name,
@@ -152,7 +154,19 @@ class Lora:
             no_undo=state.lost,
             applied=tuple(state.applied),
             scales=state.scales,
+            on_weights=True,
+            weights=weights,
         )
+
+    def weights(self, target: Target) -> frozenset[str]:
+        """The components whose weights become others: merged, replaced or widened; branches leave them as they are."""
+        found = set()
+        for component, layer, loaded, merge in self.layers():
+            added = [one for _, one, _ in loaded]
+            module = unwrap_module(getattr(target.pipe, component)).get_submodule(layer)
+            if merge or any(isinstance(one, Replaced) for one in added) or _width(module, added) is not None:
+                found.add(component)
+        return frozenset(found)
 
     def layers(self) -> list[tuple[str, str, list[tuple[str, Pair | Replaced, float]], bool]]:
         """(component, layer, its adapters, whether all of them may be merged), each layer once."""
@@ -176,8 +190,8 @@ def _said(adapter: Adapter) -> str:
 class _Attached:
     """All adapters on one pipeline."""
 
-    def __init__(self, lever: Lora, target: Target) -> None:
-        self.lever, self.target = lever, target
+    def __init__(self, lever: Lora, target: Target, rank: Rank) -> None:
+        self.lever, self.target, self.rank = lever, target, rank
         self.undos: list[Callable[[], None]] = []
         self.applied: list[Applied] = []
         self.scales: dict[str, CallScale] = {}
@@ -192,7 +206,7 @@ class _Attached:
                 merged = {row.adapter for row in self.applied if (row.component, row.how) == (component, "merged")}
                 scale.merged = tuple(sorted(merged))
                 if not component.startswith("text_encoder"):
-                    self.links.append(watch(getattr(self.target.pipe, component), scale))
+                    self.links.append(watch(getattr(self.target.pipe, component), scale, self.rank))
         except BaseException:
             self.take_off()
             raise

@@ -17,7 +17,7 @@ from ...core.options import BOOLEAN, Check, confirm, is_number
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, unknown
 from .call_scale import CallScale
 from .files import read
-from .lever import FOREIGN, Adapter, Applied, Lora, LoraEdit, Parts, foreign
+from .lever import FOREIGN, Adapter, Applied, LoraEdit, Parts, foreign
 from .pairs import Weights
 
 if TYPE_CHECKING:
@@ -149,13 +149,7 @@ class Loras:
     def _adopt(self, adapters: tuple[Adapter, ...]) -> Any:
         self._require_life()
         handle = self._handle
-        wishes = {key: value for key, value in handle.wishes.items() if key not in ("lora", "lora_adapters")}
-        if adapters:
-            verdict = Lora(adapters).check(handle.stack.target)
-            if not verdict.ok:
-                raise verdict.error(f"lora: {verdict.reason}")
-            wishes |= {"lora": True, "lora_adapters": adapters}
-        handle.adopt(handle.decide_again(wishes))
+        handle.change("lora", True if adapters else None, {"adapters": adapters} if adapters else {})
         return handle.pipe
 
     def __repr__(self) -> str:

@@ -192,8 +192,17 @@ class SvdQuant:
         state = _Attached(self, target)
         state.put_on()
         return Edit(
-            self.name, state.take_off, stats=state.stats, durable=True, no_undo=state.lost, displaced=state.displaced
+            self.name,
+            state.take_off,
+            stats=state.stats,
+            no_undo=state.lost,
+            displaced=state.displaced,
+            weights=self.weights(target),
         )
+
+    def weights(self, target: Target) -> frozenset[str]:
+        """The denoisers, whose layers it exchanges."""
+        return frozenset(name for name in target.spec.denoisers if getattr(target.pipe, name, None) is not None)
 
 
 def _precision(source: Any) -> str | None:

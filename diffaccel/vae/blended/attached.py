@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ...core.accelerator import Target, Verdict
 from ...core.method_layers import add_layer
 from ...core.run import Run, current_run
+from ...core.state import PerRun
 from ...errors import DiffaccelError
 from ...models.vae import vae_card
 from ..callers import called_by_another
@@ -177,7 +178,7 @@ class TilingAttached:
 
     def begin_run(self, run: Run) -> None:
         """Watch the decodes of this run."""
-        run.state[self.lever.name] = {"decodes": 0, "tiled": 0}
+        run.state[self.lever.name] = PerRun(decodes=0, tiled=0)
         self.runs.add(run)
 
     def end_run(self, run: Run) -> None:
@@ -186,13 +187,13 @@ class TilingAttached:
         if self.vae is None:
             run.note(f"{self.lever.name} stood down: {self.why_not}")
             return
-        seen = run.state.get(self.lever.name, {})
+        seen = run.state.get(self.lever.name, PerRun())
         if seen.get("decodes") and not seen["tiled"]:
             run.note(f"{self.lever.name} stood down: {seen['why']}")
 
     def stats(self, run: Run) -> dict[str, Any]:
         """Decodes of the run, and how many of them were tiled."""
-        seen = run.state.get(self.lever.name, {})
+        seen = run.state.get(self.lever.name, PerRun())
         return {key: seen.get(key, 0) for key in ("decodes", "tiled")}
 
     def _count(self, z: Any) -> None:
