@@ -66,7 +66,7 @@ def attach_handler(
         raise
 
     def displaced() -> str:
-        return in_words([interception for interception, _ in opened])
+        return in_words(opened)
 
     return Edit(name, undo, begin_run=begin_run, relink=relink, stats=stats, displaced=displaced)
 

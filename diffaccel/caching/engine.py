@@ -146,7 +146,7 @@ class Engine(Listener):
                 run.note(f"{self.name} stood down in some calls: {name} was given, which acts on blocks from outside")
                 return
         main = self.main = kwargs[self.spec.input] if self.spec.input in kwargs else first_input(args, kwargs)
-        branch = states.get((call.component, call.branch))
+        branch: BranchState | None = states.get((call.component, call.branch))
         form = (main.shape, main.dtype, main.device) if isinstance(main, torch.Tensor) else form_of_list(main)
         whole = states.get((call.component, DOUBLED))
         known = branch is not None and branch.loop == call.loop and branch.form == form

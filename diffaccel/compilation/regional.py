@@ -113,6 +113,7 @@ class RegionalCompile:
     def attach(self, target: Target, site: Site) -> Edit:
         """Give every block that has none a compiled `__call__`."""
         undos: list[Callable[[], None]] = []
+        done: list[torch.nn.Module] = []
 
         def undo() -> None:
             while undos:
@@ -126,6 +127,7 @@ class RegionalCompile:
                     compiled = self._compile(block)
                     setattr(compiled, OURS, True)
                     undos.append(set_compiled(block, compiled))
+                    done.append(block)
         except BaseException:
             undo()
             raise
@@ -142,7 +144,7 @@ class RegionalCompile:
             }
 
         def displaced() -> str:
-            return _displaced(target, [block for block, _, _ in done])
+            return _displaced(target, done)
 
         return Edit(self.name, undo, begin_run=begin_run, stats=stats, displaced=displaced)
 
