@@ -148,9 +148,9 @@ class Engine(Listener):
         main = self.main = kwargs[self.spec.input] if self.spec.input in kwargs else first_input(args, kwargs)
         branch: BranchState | None = states.get((call.component, call.branch))
         form = (main.shape, main.dtype, main.device) if isinstance(main, torch.Tensor) else form_of_list(main)
-        whole = states.get((call.component, DOUBLED))
+        whole: Any = states.get((call.component, DOUBLED))
         known = branch is not None and branch.loop == call.loop and branch.form == form
-        if not known or (whole is not None and whole is not branch and whole.memory.last > branch.memory.last):
+        if branch is None or not known or (whole not in (None, branch) and whole.memory.last > branch.memory.last):
             branch = self._carry_half(whole, call, form) or (branch if known else None)
             branch = branch or self._begin_branch(call, form, args, kwargs)
             if branch is None:
