@@ -9,8 +9,8 @@ error instead of an edit that is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,10 +38,20 @@ class PartInfo:
 
 @dataclass
 class Branch:
-    """An extra low-rank branch: its rank, and the strength it is applied with."""
+    """An extra low-rank branch: its rank, the strength it is applied with, down [r, in] and up [out, r]."""
 
     rank: int
     strength: float
+    down: Tensor = field(repr=False)
+    up: Tensor = field(repr=False)
+
+
+class Extra(NamedTuple):
+    """All extra branches side by side: down [R, in], up [out, R], scale [R]."""
+
+    down: Tensor
+    up: Tensor
+    scale: Tensor
 
 
 @dataclass
@@ -54,7 +64,8 @@ class State:
         run: (layer, input) -> output.
         presented: the dtype that the model was, or has been cast to since.
         factors: the dtype of the layer's own branch.
-        branches: the extra branches, in the order of their rows.
+        branches: the extra branches.
+        extra: the same side by side, on the device of the last input.
         factor: [], what one call multiplies the strengths of the extra branches with (1 between calls).
         kernel_layout: qweight lies as nunchaku's kernels read it (see `packing`).
         packed: what such a backend keeps besides, for a dtype and device.
@@ -66,6 +77,7 @@ class State:
     presented: torch.dtype
     factors: torch.dtype
     branches: dict[str, Branch] = field(default_factory=dict)
+    extra: Extra | None = None
     factor: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float32))
     kernel_layout: bool = False
     packed: tuple[Any, list[dict[str, Tensor]]] | None = None
@@ -159,9 +171,9 @@ class SvdQuantLinear(nn.Linear):
 
     def dense_weight(self) -> Tensor:
         """[N, K] float32: what the layer multiplies with, extra branches included."""
-        rank = self.svdq.base_rank
-        down, up = self.proj_down[rank:].float(), self.proj_up[:, rank:].float()
-        return effective_weight(self.layer()) + (up * self.branch_scale[rank:]) @ down
+        whole = effective_weight(self.layer())
+        extra = self.extra(whole.device)
+        return whole if extra is None else whole + (extra.up.float() * extra.scale) @ extra.down.float()
 
     @property
     def branches(self) -> Mapping[str, Branch]:
@@ -171,7 +183,7 @@ class SvdQuantLinear(nn.Linear):
     def with_extra_branch(self, name: str, down: Tensor, up: Tensor, strength: float = 1.0) -> SvdQuantLinear:
         """Add strength * up @ down to what the layer multiplies with (in place of a branch of the same name).
 
-        The branch reads x as it is. It is put beside the layer's own one: same kernel, more rank.
+        The branch reads x as it is. It lies beside the layer's buffers, which stay what they are.
 
         Args:
             down: [r, in_features], up: [out_features, r]; kept in the dtype of the model, at least 16 bits.
@@ -187,24 +199,18 @@ class SvdQuantLinear(nn.Linear):
                 f"{self.in_features}) and ({self.out_features}, r)"
             )
         self.without_extra_branch(name)
-        own = self.proj_down.to(torch.promote_types(self.svdq.factors, self.svdq.presented))
-        scale = torch.full((len(down),), float(strength), device=own.device)
-        self._set_branch(
-            torch.cat((own, down.detach().to(own))),
-            torch.cat((self.proj_up.to(own), up.detach().to(own)), 1),
-            torch.cat((self.branch_scale, scale)),
-        )
-        self.svdq.branches[name] = Branch(len(down), float(strength))
+        wide = torch.promote_types(self.svdq.factors, self.svdq.presented)
+        device = self.proj_down.device
+        branch = Branch(len(down), float(strength), down.detach().to(device, wide), up.detach().to(device, wide))
+        self._set_branches({**self.svdq.branches, name: branch})
         return self
 
     def set_branch_strength(self, name: str, strength: float) -> SvdQuantLinear:
         """Set (not add to) the strength of an extra branch."""
-        rows = self._branch_rows(name)
-        scale = self.branch_scale.clone()
-        scale[rows] = float(strength)
-        self._buffers["branch_scale"] = scale
-        self.svdq.branches[name].strength = float(strength)
-        self.svdq.packed = None
+        if name not in self.svdq.branches:
+            raise InvalidOptionError(f"no extra branch {name!r}; there are: {', '.join(self.svdq.branches) or 'none'}")
+        changed = replace(self.svdq.branches[name], strength=float(strength))
+        self._set_branches({**self.svdq.branches, name: changed})
         return self
 
     def rescale(self, value: float) -> None:
@@ -212,33 +218,29 @@ class SvdQuantLinear(nn.Linear):
         self.svdq.factor.fill_(value)
         self.svdq.packed = None
 
-    def extra_scale(self) -> Tensor:
-        """[r] of the extra branches: strengths times the factor of the call (which stays on the host)."""
-        return self.branch_scale[self.svdq.base_rank :] * self.svdq.factor
+    def extra(self, device: torch.device) -> Extra | None:
+        """The extra branches side by side, on the device of an input: down [R, in], up [out, R], and [R] of strengths
+        times the factor of the call. They are no buffers: an offload of the layer leaves them alone."""
+        state = self.svdq
+        if state.extra is None:
+            return None
+        if state.extra.down.device != device:
+            state.extra = Extra(*[tensor.to(device) for tensor in state.extra])
+        return state.extra._replace(scale=state.extra.scale * state.factor)
 
     def without_extra_branch(self, name: str) -> SvdQuantLinear:
         """Take an extra branch off; what is left has the bits it had before (no such branch: nothing to do)."""
         if name in self.svdq.branches:
-            rows = self._branch_rows(name)
-            keep = [i for i in range(len(self.proj_down)) if not rows.start <= i < rows.stop]
-            del self.svdq.branches[name]
-            left = self.proj_down.dtype if self.svdq.branches else self.svdq.factors
-            self._set_branch(self.proj_down[keep].to(left), self.proj_up[:, keep].to(left), self.branch_scale[keep])
+            self._set_branches({other: branch for other, branch in self.svdq.branches.items() if other != name})
         return self
 
-    def _branch_rows(self, name: str) -> slice:
-        if name not in self.svdq.branches:
-            raise InvalidOptionError(f"no extra branch {name!r}; there are: {', '.join(self.svdq.branches) or 'none'}")
-        start = self.svdq.base_rank
-        for other, branch in self.svdq.branches.items():
-            if other == name:
-                break
-            start += branch.rank
-        return slice(start, start + self.svdq.branches[name].rank)
-
-    def _set_branch(self, down: Tensor, up: Tensor, scale: Tensor) -> None:
-        self._buffers.update(proj_down=down, proj_up=up.contiguous(), branch_scale=scale)
-        self.svdq.packed = None
+    def _set_branches(self, branches: dict[str, Branch]) -> None:
+        state, rows = self.svdq, list(branches.values())
+        state.branches, state.packed, state.extra = branches, None, None
+        if rows:
+            strengths = [torch.full((row.rank,), row.strength, device=row.down.device) for row in rows]
+            downs, ups = [row.down for row in rows], [row.up for row in rows]
+            state.extra = Extra(torch.cat(downs), torch.cat(ups, 1).contiguous(), torch.cat(strengths))
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """A plain weight is refused before the bias is copied (the model refuses before anything is)."""
@@ -360,12 +362,17 @@ def _buffers(layer: Layer) -> dict[str, Tensor]:
 
 
 def low_rank_input(linear: SvdQuantLinear, x: Tensor) -> Tensor:
-    """x D'^T of the layer's own and of all extra branches, with their strengths, [..., r]."""
-    low = nn.functional.linear(x, linear.proj_down.to(x.dtype))
-    if not linear.svdq.branches:
-        return low
-    scale = torch.cat((linear.branch_scale[: linear.svdq.base_rank], linear.extra_scale()))
-    return low * scale.to(x.dtype)
+    """x D'^T of the layer's own branch, [..., r]."""
+    return nn.functional.linear(x, linear.proj_down.to(x.dtype))
+
+
+def with_extra(linear: SvdQuantLinear, x: Tensor, out: Tensor) -> Tensor:
+    """The output [..., out_features] and what the extra branches add to it."""
+    extra = linear.extra(x.device)
+    if extra is None:
+        return out
+    low = nn.functional.linear(x, extra.down.to(x.dtype)) * extra.scale.to(x.dtype)
+    return out + nn.functional.linear(low, extra.up.to(x.dtype))
 
 
 def _bias(linear: SvdQuantLinear, dtype: torch.dtype) -> Tensor | None:
@@ -385,4 +392,4 @@ def run_torch(linear: SvdQuantLinear, x: Tensor) -> Tensor:
         weight = linear.codes(index).dequantize()
         out = out + nn.functional.linear(kept.to(x.dtype), weight.to(x.dtype))
         start += info.columns
-    return out
+    return with_extra(linear, x, out)

@@ -41,13 +41,14 @@ def packed(linear: SvdQuantLinear, dtype: torch.dtype) -> list[dict[str, Tensor]
     for part in layer.parts:
         if part.unsigned and bias is not None:
             bias = bias + shift_correction(part)
-    rank, start = linear.svdq.base_rank, 0
-    extra_down, extra_up = linear.proj_down[rank:], linear.proj_up[:, rank:] * linear.extra_scale()
+    start, extra = 0, linear.extra(linear.proj_down.device)
     for index, part in enumerate(layer.parts):
         columns = slice(start, start + part.codes.columns)
         start = columns.stop
-        down = torch.cat((part.down, extra_down[:, columns].to(part.down)))
-        up = torch.cat((part.up, extra_up.to(part.up)), 1)
+        down, up = part.down, part.up
+        if extra is not None:
+            down = torch.cat((down, extra.down[:, columns].to(down)))
+            up = torch.cat((up, (extra.up * extra.scale).to(up)), 1)
         signed = Part(part.codes, part.smooth, down, up)
         tensors = pack_part(signed, bias if index == len(layer.parts) - 1 else None, dtype)
         del tensors["qweight"], tensors["smooth_factor_orig"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .formats import SHIFT
-from .linear import SvdQuantLinear, low_rank_input
+from .linear import SvdQuantLinear, low_rank_input, with_extra
 
 Tensor = torch.Tensor
 Ends = tuple[Tensor | None, Tensor | None]  # what the last part adds: low-rank input, bias
@@ -44,6 +44,7 @@ def _run(linear: SvdQuantLinear, x: Tensor, int8: bool, upcast: bool) -> Tensor:
         start += info.columns
     if rank and not fused:
         out = out + torch.nn.functional.linear(low, linear.proj_up.to(x.dtype))
+    out = with_extra(linear, flat, out)
     return out.reshape(*x.shape[:-1], linear.out_features)
 
 

@@ -117,7 +117,7 @@ def test_extra_branches_add_and_leave_exactly(splits):
         torch.testing.assert_close(module(x), plain + branch, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(module.dense_weight(), effective_weight(layer) + 0.25 * up @ down)
         module.with_extra_branch("a", down, up, 1.0)  # in place of the old one
-        assert len(module.proj_down) == module.svdq.base_rank + 6
+        assert module.branches["a"].rank == 6 and len(module.proj_down) == module.svdq.base_rank
         module.without_extra_branch("a").without_extra_branch("never there")
         assert torch.equal(module(x), plain)
     after = module.state_dict()
