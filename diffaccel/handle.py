@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
 from .core import snapshot as snapshots
+from .core.accelerator import PLAIN
 from .core.clock import unwatch
 from .core.report import RunReport
 from .core.run import Run, running, suspended
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 CALLBACK_OBJECTS = (MultiPipelineCallbacks, PipelineCallback)
 HANDLE = "_diffaccel"  # instance attribute of an accelerated pipeline
-PLAIN = "_diffaccel_plain"  # class attribute of the shared subclass: the pipeline's own class
 
 
 def handle_of(pipe: Any) -> Acceleration | None:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from .caching.levers import VERBS
-from .core.accelerator import DEVICE
+from .core.accelerator import DEVICE, PLAIN
 from .core.options import BOOLEAN, confirm
 from .core.run import current_run
 from .errors import IncompatibleError, UnknownVerbError, clipped, nearest
-from .handle import HANDLE, PLAIN, Acceleration, handle_of
+from .handle import HANDLE, Acceleration, handle_of
 from .planner.levers import PLACES
 
 LORA_VERBS = (

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 DEVICE = "_diffaccel_device"  # instance attribute of a pipeline whose weights are away: where it computes
+PLAIN = "_diffaccel_plain"  # class attribute of an accelerated pipeline's class: the pipeline's own class
 
 
 @dataclass(frozen=True)

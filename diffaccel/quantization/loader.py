@@ -181,7 +181,7 @@ def _encoder(
     recipe = lever.recipe(hardware)
     multiple = lever.policy(recipe, hardware).multiple_of
     chosen = select_encoder(model, Policy(multiple_of=multiple)).quantized
-    _fill(model, _read(folder), chosen, recipe, dtype, device, _wide(model, dtype), model.tie_weights)  # type: ignore[arg-type]
+    _fill(model, _read(folder), chosen, recipe, dtype, device, _wide(model, dtype), model.tie_weights)
     return model.eval()
 
 

@@ -14,8 +14,10 @@ from ..errors import IncompatibleError
 
 def refuse_plain_loads(module: nn.Module, names: Collection[str]) -> Callable[[], None]:
     """Let `module.load_state_dict` refuse a plain weight for one of the named layers; returns the undo."""
-    handle = module.register_load_state_dict_pre_hook(functools.partial(_refuse, frozenset(names)))
-    return handle.remove
+    undo: Callable[[], None] = module.register_load_state_dict_pre_hook(
+        functools.partial(_refuse, frozenset(names))
+    ).remove
+    return undo
 
 
 def _refuse(names: Collection[str], module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:

@@ -47,13 +47,13 @@ class ScaledWeight(torch.Tensor):
         `type(parameter)(value, requires_grad=...)` (accelerate's offload), from another ScaledWeight alone."""
         if isinstance(codes, ScaledWeight):
             again = codes.rebuilt(torch.Tensor.detach)
-            again._is_param = True  # type: ignore[attr-defined]
+            again._is_param = True
             return again
         if scale is None or dtype is None:
             raise IncompatibleError(
                 "a quantized weight cannot be made of plain values: call pipe.disable_quantization() first"
             )
-        made: ScaledWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: ScaledWeight = torch.Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device, requires_grad=False
         )
         made.codes, made.scale, made.scheme = codes, scale, scheme
@@ -65,7 +65,7 @@ class ScaledWeight(torch.Tensor):
         codes, scale = formats.quantize_weight(weight.detach(), kind, rows)
         return cls(codes, scale, weight.dtype, scheme)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values, as an ordinary tensor."""
         return formats.dequantize(self.codes, self.scale, dtype or self.dtype)
 

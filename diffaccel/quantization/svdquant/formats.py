@@ -122,7 +122,8 @@ def _in_groups(x: Tensor, group: int) -> Tensor:
     """[..., K] -> [..., G, group], filled up with zeros."""
     short = -x.shape[-1] % group
     padded = torch.nn.functional.pad(x, (0, short)) if short else x
-    return padded.unflatten(-1, (-1, group))
+    grouped: Tensor = padded.unflatten(-1, (-1, group))
+    return grouped
 
 
 def _no_zeros(scale: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class NoWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> NoWeight:
-        made: NoWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: NoWeight = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=False
         )
         return made
@@ -249,12 +249,12 @@ class SvdQuantLinear(nn.Linear):
                 f"load_state_dict: {prefix.removesuffix('.') or 'the layer'} holds 4-bit codes and takes no plain "
                 "weight: call pipe.disable_quantization() first, load, and quantize again"
             )
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SvdQuantLinear:
         """Moves follow, casts do not: a scale in another dtype is another scale."""
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
             new = self._buffers[name]
             if new is not None and new.dtype != old.dtype:

@@ -129,7 +129,8 @@ def dequantize_awq(tensors: Mapping[str, Tensor]) -> Tensor:
     codes = p.unpack_awq(tensors["qweight"]).float().unflatten(-1, (-1, AWQ_GROUP))
     groups = codes.shape[1]  # files may have the scales filled up to more
     scales, zeros = (tensors[name][:groups].T.float()[..., None] for name in ("wscales", "wzeros"))
-    return (codes * scales + zeros).flatten(-2)
+    weight: Tensor = codes * scales + zeros
+    return weight.flatten(-2)
 
 
 def pack_adaln(weight: Tensor, bias: Tensor, splits: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:

@@ -26,10 +26,10 @@ HUB_VERSION = 2
 def kernels_of(source: str) -> Any:
     """The extension's `ops`: of the installed package, or of the hub's repository (downloads on first use)."""
     if source == "package":
-        from nunchaku._C import ops  # type: ignore[import-not-found]
+        from nunchaku._C import ops
 
         return ops
-    from kernels import get_kernel  # type: ignore[import-not-found]
+    from kernels import get_kernel
 
     return get_kernel(HUB_REPO, version=HUB_VERSION).ops
 

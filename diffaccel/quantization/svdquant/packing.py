@@ -140,12 +140,14 @@ def unpack_awq(qweight: Tensor) -> Tensor:
 
 def interleave_rows(x: Tensor, splits: int) -> Tensor:
     """adaLN rows from chunks (all shifts, all scales, ...) to turns (shift, scale, ... of channel 0, ...)."""
-    return x.unflatten(0, (splits, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    parts: Tensor = x.unflatten(0, (splits, -1))
+    return parts.transpose(0, 1).flatten(0, 1).contiguous()
 
 
 def chunk_rows(x: Tensor, splits: int) -> Tensor:
     """The inverse of `interleave_rows`."""
-    return x.unflatten(0, (-1, splits)).transpose(0, 1).flatten(0, 1).contiguous()
+    parts: Tensor = x.unflatten(0, (-1, splits))
+    return parts.transpose(0, 1).flatten(0, 1).contiguous()
 
 
 def _to_int32(words: Tensor) -> Tensor:

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, safe_open
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
+from ...core.accelerator import PLAIN
 from ...core.compat import unwrap_module
 from ...errors import InvalidOptionError, UnsupportedModelError
 from ...models.spec import ModelSpec
@@ -210,8 +212,8 @@ def _report(path: Path, size: int, todo: Sequence[Work], header: Header, seconds
     before = 0
     for work in todo:
         for name in work.selection.quantized:
-            weight = work.module.get_submodule(name).weight
-            before += weight.numel() * weight.element_size()  # type: ignore[operator, union-attr]
+            weight: Any = work.module.get_submodule(name).weight
+            before += weight.numel() * weight.element_size()
     known = [
         {"layer": f"{component}.{name}", "relative_error": round(entry["error"], 5)}
         for component, entries in header.layers.items()
@@ -231,14 +233,16 @@ def _report(path: Path, size: int, todo: Sequence[Work], header: Header, seconds
 
 def _plain_call(pipe: Any) -> Any:
     """The pipeline class's own `__call__`, also where the pipeline is accelerated."""
-    from ...handle import PLAIN
-
     return vars(type(pipe)).get(PLAIN, type(pipe)).__call__
+
+
+def _shape(layer: Any) -> list[int]:
+    return list(layer.weight.shape)
 
 
 def _fingerprint(todo: Sequence[Work], settings: Settings, prompts: Sequence[str], call: Any) -> str:
     shapes = {
-        f"{work.component}.{name}": list(work.module.get_submodule(name).weight.shape)  # type: ignore[union-attr, arg-type]
+        f"{work.component}.{name}": _shape(work.module.get_submodule(name))
         for work in todo
         for job in work.jobs
         for name in job.names

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def _expand(packed, NVFP4: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _expand(packed, NVFP4: tl.constexpr):  # type: ignore[no-untyped-def]
     """Bytes [BN, BK/2] -> values of the codes, [BN, BK] float32."""
     codes = tl.interleave(packed & 15, packed >> 4).to(tl.int32)
     if NVFP4:
@@ -23,8 +23,8 @@ def _expand(packed, NVFP4: tl.constexpr):
     return ((codes ^ 8) - 8).to(tl.float32)
 
 
-@triton.jit
-def _e4m3(bits):
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _e4m3(bits):  # type: ignore[no-untyped-def]
     """Bits of positive float8_e4m3fn numbers -> float32 (by arithmetic: older GPUs do not know the type)."""
     b = bits.to(tl.int32)
     e = (b >> 3) & 15
@@ -32,8 +32,8 @@ def _e4m3(bits):
     return tl.where(e == 0, m * 0.001953125, (8.0 + m) * tl.exp2((e - 10).to(tl.float32)))
 
 
-@triton.jit
-def _epilogue(
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _epilogue(  # type: ignore[no-untyped-def]
     acc, low, up, bias, out, rows, cols, M, N, R,
     RANK: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -55,8 +55,8 @@ def _epilogue(
     tl.store(where, acc.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit
-def w4a16(
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def w4a16(  # type: ignore[no-untyped-def]
     x, codes, scales, channel, smooth, low, up, bias, out, M, N, K, X_STRIDE, GROUPS, SHIFT, R,
     NVFP4: tl.constexpr, RANK: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -98,8 +98,8 @@ def w4a16(
     _epilogue(acc, low, up, bias, out, rows, cols, M, N, R, RANK, HAS_BIAS, ADD, UPCAST)
 
 
-@triton.jit
-def quantize_rows(x, smooth, codes, scales, M, K, X_STRIDE, GROUPS, SHIFT, BM: tl.constexpr, GROUP: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def quantize_rows(x, smooth, codes, scales, M, K, X_STRIDE, GROUPS, SHIFT, BM: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
     """(x + SHIFT) / smooth per token and group as int8: codes [M, GROUPS * GROUP], scales [M, GROUPS] float32."""
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     g = tl.program_id(1)
@@ -118,8 +118,8 @@ def quantize_rows(x, smooth, codes, scales, M, K, X_STRIDE, GROUPS, SHIFT, BM: t
     tl.store(scales + rows * GROUPS + g, scale, mask=rows < M)
 
 
-@triton.jit
-def w4a8(
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def w4a8(  # type: ignore[no-untyped-def]
     xq, xs, codes, scales, low, up, bias, out, M, N, GROUPS, R,
     RANK: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr, UPCAST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
