@@ -77,7 +77,7 @@ class Run:
         self.outputs: dict[tuple[str, str], Any] = {}
         self.step_output: Any = None
         self.bytes_peak = 0
-        self._held: dict[str, int] = {}
+        self.bytes_held: dict[str, int] = {}
         self.hits = 0
         self._begins: dict[int, int] = {}  # per loop: where in the scheduler's own table it began
         self._schedules: dict[int, tuple[list[float], list[float]]] = {}
@@ -166,8 +166,8 @@ class Run:
 
     def hold(self, name: str, count_bytes: int) -> None:
         """An accelerator now holds so many bytes for this run."""
-        self._held[name] = count_bytes
-        self.bytes_peak = max(self.bytes_peak, sum(self._held.values()))
+        self.bytes_held[name] = count_bytes
+        self.bytes_peak = max(self.bytes_peak, sum(self.bytes_held.values()))
 
     def was_interrupted(self) -> bool:
         """Was it stopped by `pipe._interrupt = True`, as diffusers documents it, before its last step? Says so."""

@@ -36,6 +36,8 @@ class Snapshot:
     calls: list[Call]
     rng: list[tuple[torch.Generator | None, torch.Tensor]]
     hits: int
+    bytes_held: dict[str, int]  # per accelerator
+    bytes_peak: int
 
 
 def clone_tensors(value: Any) -> Any:
@@ -89,6 +91,8 @@ def take(run: Run) -> Snapshot:
         calls=list(run.calls),
         rng=rng_states(generators_of(run.request[2])) if run.request else [],
         hits=run.hits,
+        bytes_held=dict(run.bytes_held),
+        bytes_peak=run.bytes_peak,
     )
 
 
@@ -97,6 +101,8 @@ def put_back(run: Run, snapshot: Snapshot) -> None:
     vars(run.scheduler).update(copy.deepcopy(snapshot.scheduler))
     run.state = {name: state.fork() for name, state in snapshot.states.items()}
     set_rng_states(snapshot.rng)
+    run.bytes_held = dict(snapshot.bytes_held)
+    run.bytes_peak = max(run.bytes_peak, snapshot.bytes_peak)
 
 
 class Replay:

@@ -43,7 +43,7 @@ def held(pipe: Any) -> list[tuple[int, int]]:
         [states] = run.state.values()
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for s in states.values()
                  for t in tensors_in(s.memory)}  # fmt: skip
-        found.append((sum(run._held.values()), sum(sizes.values())))
+        found.append((sum(run.bytes_held.values()), sum(sizes.values())))
         return {}
 
     tiny.run(pipe, "flux", num_inference_steps=STEPS, output_type="latent", callback_on_step_end=look)

@@ -163,3 +163,25 @@ def test_return_dict_and_callback_of_a_resumed_run() -> None:
     result = pipe.acceleration.resume(states[0])
     assert isinstance(result, tuple) and torch.equal(result[0], fresh("flux"))
     assert seen[:3] == [0, 1, 2] and seen[-3:] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+@pytest.mark.parametrize("levers", ["cache", "guidance", "window"])
+def test_the_peak_of_a_resumed_run_is_that_of_the_whole(levers: str, at: int) -> None:
+    """What was held before the pause counts, also where less is held behind it (a window that has ended)."""
+    window = {"cache_start": 0.3, "cache_end": 0.6} if levers == "window" else {}
+    pipe = accelerated("sd3", "guidance" if levers == "guidance" else "cache", **window)
+    states: list[Any] = []
+
+    def callback(given: Any, index: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if index == at and not states:
+            states.append(pipe.acceleration.snapshot())
+            raise Stop
+        return kwargs
+
+    tiny.run(pipe, "sd3", num_inference_steps=8)
+    whole = pipe.acceleration.report.cache_bytes_peak
+    with pytest.raises(Stop):
+        tiny.run(pipe, "sd3", num_inference_steps=8, callback_on_step_end=callback)
+    pipe.acceleration.resume(states[0])
+    assert pipe.acceleration.report.cache_bytes_peak == whole > 0
