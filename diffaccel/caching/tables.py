@@ -78,15 +78,11 @@ class PolynomialSet:
     name: str = "given"
     use_abs: bool = False
     observes: str = "modulated"
-    first_steps: float = 1
+    first_steps: int = 1
     last_steps: int = 1
     default_threshold: float | None = None
     source: str = ""
     projected: bool = False  # whether the time embedding is taken behind its last projection (Wan's "ret_steps" sets)
-
-    def warmup(self, total: int) -> int:
-        """How many steps at the start the reference computes; `first_steps` below 1 is a share of the loop."""
-        return int(self.first_steps * total) if self.first_steps < 1 else int(self.first_steps)
 
     def gate(self, threshold: float) -> PolynomialGate:
         """The gate with these numbers."""

@@ -1,4 +1,4 @@
-"""AdaCache's gate: each computed step's change buys a number of steps until the next computed one."""
+"""The gate of AdaCache (whole stack): each computed step's change buys steps until the next computed one."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class RatesState:
 
 @dataclass(frozen=True)
 class RatesGate(Gate[RatesState]):
-    """AdaCache: c = d(r_t, r_i) / (t - i) between computed steps t and i sets how many steps pass until the next.
+    """AdaCache (whole stack): c = d(r_t, r_i) / (t - i) of computed steps t and i sets how many pass until the next.
 
-    r is the residual of a middle attention block (Open-Sora: block 13), d relative L1. The motion term (MoReg) is not
-    part of it. Source: AdaCache (arXiv 2411.02397); codebooks published for Open-Sora only.
+    r is the stack's residual, d relative L1. In the paper r is the attention of each layer (Open-Sora: watched at
+    block 13) and the change is scaled by a motion term (MoReg); neither is part of this.
+    Source: AdaCache (arXiv 2411.02397); codebooks published for Open-Sora only.
 
     Attributes:
         codebook: bound on c -> steps until the next computed one.

@@ -1,4 +1,4 @@
-"""AdaCache."""
+"""AdaCache (whole stack)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from .base import Extrapolating
 
 @dataclass(frozen=True)
 class AdaCache(Extrapolating):
-    """Each computed step's change sets how many steps pass until the next one is computed.
+    """AdaCache (whole stack): each computed step's change sets how many steps pass until the next computed one.
 
-    The change watched is that of the stack's residual (the paper watches the attention of one middle block; its motion
-    term is not part of this). Source: AdaCache (arXiv 2411.02397); code books are published for Open-Sora only, so
+    The whole stack's residual is watched and reused. The paper watches and reuses the attention of each layer, and
+    scales the change by a motion term; neither is part of this.
+    Source: AdaCache (arXiv 2411.02397); code books are published for Open-Sora only, so
     those here are starting points and not calibrated for any model of diffusers.
 
     Attributes:
@@ -45,4 +46,4 @@ class AdaCache(Extrapolating):
 
     def describe(self, recipe: CacheRecipe, target: Target) -> str:
         """What decides."""
-        return "the last computed step's change decides how many steps are left out"
+        return "AdaCache (whole stack): the last computed step's change decides how many steps are left out"

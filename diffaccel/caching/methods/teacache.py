@@ -59,10 +59,8 @@ class TeaCache(Extrapolating):
             raise InvalidOptionError(
                 f"the TeaCache set {numbers.name!r} has no usual threshold: give cache_threshold="
             )
-        share = numbers.first_steps < 1
         guards = self.guards(
-            warmup_steps=max(self.warmup_steps, 0 if share else int(numbers.first_steps)),
-            start=max(self.start, numbers.first_steps if share else 0.0),
+            warmup_steps=max(self.warmup_steps, numbers.first_steps),
             last_steps=max(self.last_steps, numbers.last_steps),
         )
         return CacheRecipe(Policy(numbers.gate(threshold), self.forecast(), guards), Stack(0))
