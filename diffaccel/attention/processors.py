@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from ..core.classes import SharedSubclasses
 from ..core.compat import unwrap_module
 
 DISPATCH = "dispatch_attention_fn"
 SDPA = "scaled_dot_product_attention"
-ROUTED = "_diffaccel_routed"  # class attribute of the subclass that intercepted processors share
+_ROUTED = SharedSubclasses("_diffaccel_routed")  # of intercepted processors
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -34,8 +35,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 def plain_class(processor: Any) -> type:
     """The class a processor came with."""
-    cls = type(processor)
-    return cls.__mro__[1] if ROUTED in vars(cls) else cls
+    return _ROUTED.plain(type(processor))
 
 
 def form(processor: Any) -> str | None:
@@ -114,16 +114,13 @@ def functional(sdpa: Callable[..., Any]) -> types.ModuleType:
     return made
 
 
-_CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
-
-
 def routed_class(cls: type, dispatch: Callable[..., Any], sdpa: types.ModuleType, enter: Callable[..., Any]) -> type:
     """The one subclass that all intercepted processors of a class share.
 
     `enter(call, plain, processor, attention module, ...)` runs the intercepted `call`, or the class's own `plain`.
     """
-    found = _CLASSES.get(cls)
-    if found is None:
+
+    def body(cls: Any) -> dict[str, Any]:
         plain = cls.__call__
         call = rebound(plain, {DISPATCH: dispatch, "F": sdpa})
 
@@ -131,6 +128,6 @@ def routed_class(cls: type, dispatch: Callable[..., Any], sdpa: types.ModuleType
         def __call__(self: Any, attn: Any, *args: Any, **kwargs: Any) -> Any:
             return enter(call, plain, self, attn, *args, **kwargs)
 
-        body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, ROUTED: True}
-        found = _CLASSES[cls] = type(cls.__name__, (cls,), body)
-    return found
+        return {"__call__": __call__}
+
+    return _ROUTED.of(cls, body)
