@@ -30,7 +30,8 @@ OTHERS = {
 EXAMPLES = (
     r"(.*/)?(FILE|NAME|KIND|my|file|style|face|prompts|frame\d+|svdq-.*|svdquant|search_schedule_KIND)\.\w+",
     r"[\w.-]+\.safetensors",  # weights that somebody has
-    r"(attention|caches)\.json",  # what benchmarks/gpu/ writes
+    r"(results/)?(attention|caches|house)\.json",  # what scripts in benchmarks/ write
+    r"ROOM/\w+\.py",
 )
 
 
@@ -58,7 +59,7 @@ def texts_of(name: str, source: str) -> Iterator[str]:
 
 
 def without_examples(page: str) -> str:
-    """A page without the blocks that have a title: files that are not there; a test of their own runs them."""
+    """A page without the blocks that have a title: files that are not there, which tests/test_contributing.py runs."""
     return re.sub(r'^```python title="(.*?)^```$', "", page, flags=re.MULTILINE | re.DOTALL)
 
 
