@@ -207,6 +207,7 @@ def main() -> None:
         "threads": {"that compute": torch.get_num_threads(), "that read": "1 (diffaccel, bare read); diffusers: none"},
         "page cache": "dropped before every step (posix_fadvise DONTNEED); the host of a virtual machine may hold it",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "load average (1, 5, 15 minutes) at the end": os.getloadavg(),
         "rows": rows,
     }
     text = json.dumps(document, indent=1)
