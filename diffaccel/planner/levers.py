@@ -57,24 +57,23 @@ def owner_of(key: str) -> Place | None:
 
 @dataclass(frozen=True)
 class Rule:
-    """One wish that wants another: `value` of `key` (with these parameters) wants `wanted` of `place`.
+    """What a plan remarks where `value` of `key` (with these parameters) is on and `place` is not.
 
-    Where nothing is said about `place`, the wanted value is taken too; where it was switched off, the plan says what
-    that costs. `gains` are the devices on which there is something to gain by it.
+    A rule switches nothing on: what is on is what was asked for. `gains` are the devices on which it is true.
     """
 
     key: str
     value: str | bool
     place: str
-    wanted: str | bool
-    reason: str
+    remark: str
     parameters: tuple[tuple[str, tuple[object, ...]], ...] = ()  # (parameter, values for which the rule holds)
     gains: tuple[str, ...] = ("cpu", "cuda")
 
     def holds(self, wishes: Mapping[str, object], device: str) -> bool:
         """Does the rule speak about these wishes on this kind of device?"""
         named = wishes.get(self.key) == self.value and device in self.gains
-        return named and all(wishes.get(name, values[0]) in values for name, values in self.parameters)
+        without = wishes.get(self.place) in (None, False)
+        return named and without and all(wishes.get(name, values[0]) in values for name, values in self.parameters)
 
 
 RULES: tuple[Rule, ...] = (
@@ -82,8 +81,7 @@ RULES: tuple[Rule, ...] = (
         "quantization",
         "int8",
         "compile",
-        True,
-        "INT8 dynamic wants compile: run eagerly, quantizing and rescaling cost more than the products save",
+        "INT8 dynamic without compile: run eagerly, quantizing and rescaling cost more than the products save",
         (("quantization_scheme", ("dynamic",)),),
         gains=("cuda", "cpu with INT8 units"),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,7 +187,7 @@ def resolve(
     worst = min(Fidelity(budget.fidelity), Fidelity(base.fidelity or "lossy"), key=lambda f: f.rank)
     wishes, unneeded = limit_memory(target, budget, wishes, isinstance(preset, Plan) or "offload" in overrides)
     chosen = _choose(target, wishes, unneeded, worst, budget, known or {})
-    for key in (key for key in chosen.judged if strict and key not in chosen.added):
+    for key in chosen.judged if strict else ():
         _require(chosen.judged[key])
     items = list(chosen.items)
     if budget.max_seconds is not None:
@@ -214,7 +214,6 @@ class _Choice:
     items: tuple[PlanItem, ...]
     levers: tuple[Placed, ...]
     judged: Mapping[str, Judged]
-    added: frozenset[str]  # places that a rule asked for
     remarks: tuple[str, ...]
 
 
@@ -229,20 +228,19 @@ def _choose(
     items: list[PlanItem] = []
     levers: list[Placed] = []
     judged: dict[str, Judged] = {}
-    wider, added, remarks = _ruled(wishes, target)
-    wanted = [key for key in wider if key in PLACES and wider[key] not in (None, False)]
+    wanted = [key for key in wishes if key in PLACES and wishes[key] not in (None, False)]
     for key in in_order([*wanted, *(["offload"] if unneeded is not None else [])]):
         if key == "offload" and unneeded is not None:
             items.append(unneeded)
             continue
-        judged[key] = known.get(key) or _decide(PLACES[key], wider, target, worst, budget)
+        judged[key] = known.get(key) or _decide(PLACES[key], wishes, target, worst, budget)
         item, accelerator, verdict = judged[key]
-        items.append(replace(item, reason=f"{item.reason}; {added[key]}") if key in added else item)
+        items.append(item)
         if accelerator is not None and verdict.ok:
             levers.append(Placed(PLACES[key].rank, accelerator))
     if any(item.status == "skipped" for item in items) and LearnBlocks().check(target).ok:
         levers.append(Placed(LAST, LearnBlocks()))
-    return _Choice(tuple(items), tuple(levers), judged, frozenset(added), tuple(remarks))
+    return _Choice(tuple(items), tuple(levers), judged, _remarks(wishes, target))
 
 
 def _require(row: Judged) -> None:
@@ -250,20 +248,11 @@ def _require(row: Judged) -> None:
         raise row.verdict.error(f"{row.item.name}: {row.verdict.reason}")
 
 
-def _ruled(wishes: dict[str, Any], target: Target) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """(the wishes with what the rules add, place -> why it was added, what they say about places switched off)."""
+def _remarks(wishes: dict[str, Any], target: Target) -> tuple[str, ...]:
+    """What the rules say about these wishes here."""
     kind = target.hardware.kind
     device = f"{kind} with INT8 units" if kind == "cpu" and int8_units() else kind
-    wider, added, remarks = dict(wishes), {}, []
-    for rule in RULES:
-        if not rule.holds(wishes, device):
-            continue
-        if rule.place not in wishes:
-            wider[rule.place] = rule.wanted
-            added[rule.place] = rule.reason
-        elif wishes[rule.place] in (None, False):
-            remarks.append(f"{rule.reason} ({rule.place} is off)")
-    return wider, added, remarks
+    return tuple(rule.remark for rule in RULES if rule.holds(wishes, device))
 
 
 def _decide(place: Place, wishes: dict[str, Any], target: Target, worst: Fidelity, budget: Budget) -> Judged:

@@ -23,8 +23,8 @@ class Int8(QuantizedWeights):
     """Symmetric INT8 weights of half the bytes, a scale per output channel.
 
     Attributes:
-        scheme: "dynamic" (activations are quantized per token and call; faster only together with compile, and on
-            processors with INT8 matrix units) or "weight_only" (products in the model's dtype).
+        scheme: "dynamic" (activations are quantized per token and call; compiled on a CPU with AMX 1.08 to 0.80 times
+            the speed of bf16 at 512 to 4096 tokens, measured) or "weight_only" (products in the model's dtype).
         backend: "native" (diffaccel's own, also what "auto" takes), "torchao" or "quanto".
 
     Raises:

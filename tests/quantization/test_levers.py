@@ -137,27 +137,25 @@ def test_what_the_plan_says_about_machines(pipes: dict[str, Any]) -> None:
     assert "_diffaccel" not in vars(pipe)
 
 
-def test_int8_wants_compile_where_it_gains(pipes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("units", [False, True])
+def test_int8_adds_no_compile_and_says_what_eager_costs(
+    pipes: dict[str, Any], units: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe, _ = pipes["flux"]
-    from diffaccel.planner import resolve
-    from diffaccel.quantization import int8
-
-    for units in (False, True):
-        monkeypatch.setattr(int8, "int8_units", lambda units=units: units)
-        monkeypatch.setattr(resolve, "int8_units", lambda units=units: units)
-        decided = plan(pipe, None, quantization="int8")
-        names = [entry.name for entry in decided.items]
-        assert ("compile" in names) is units
-        if units:
-            assert "INT8 dynamic wants compile" in decided.item("compile").reason
-        else:
-            assert "no gain in speed" in decided.item("quantization.int8").reason
-    off = plan(pipe, None, quantization="int8", compile=False)
-    assert any("INT8 dynamic wants compile" in note and "off" in note for note in off.notes)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: units)
+    for wishes in ({}, {"compile": False}, {"compile": None}):
+        decided = plan(pipe, None, quantization="int8", **wishes)
+        assert [entry.name for entry in decided.items] == ["quantization.int8"]
+        assert any("run eagerly" in note for note in decided.notes) is units
+        assert ("no gain in speed" in decided.items[0].reason) is not units
+        gpu = plan(pipe, None, hardware="4090", quantization="int8", **wishes)
+        assert [entry.name for entry in gpu.items] == ["quantization.int8"]
+        assert any("run eagerly" in note for note in gpu.notes)
+    both = plan(pipe, None, quantization="int8", compile=True, compile_backend="eager")
+    assert both.enabled == ("quantization.int8", "compile") and not both.notes
     only = plan(pipe, None, quantization="int8", quantization_scheme="weight_only")
     assert [entry.name for entry in only.items] == ["quantization.int8"] and not only.notes
-    gpu = plan(pipe, None, hardware="4090", quantization="int8")
-    assert any(entry.name == "compile" for entry in gpu.items)
 
 
 @pytest.mark.parametrize(
