@@ -113,7 +113,8 @@ def on_grid(x: torch.Tensor, layout: str, grid: tuple[int, int, int] | None) -> 
     if layout == "tokens":  # [B, N, C], of which the first T*H*W are the picture's
         assert grid is not None
         frames, rows, columns = grid
-        return x[:, : frames * rows * columns].unflatten(1, (frames, rows, columns))
+        grid_of: torch.Tensor = x[:, : frames * rows * columns].unflatten(1, (frames, rows, columns))
+        return grid_of
     if layout == "BCHW":
         return x.permute(0, 2, 3, 1)[:, None]
     if layout == "BFCHW":

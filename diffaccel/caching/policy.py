@@ -184,7 +184,8 @@ def forecast_error(
     )
     dims, wide = tuple(range(1, truth.ndim)), torch.promote_types(truth.dtype, torch.float32)
     size = torch.linalg.vector_norm  # of order 1: the sum of absolute values
-    return size(guess - truth, 1, dims, dtype=wide) / size(truth, 1, dims, dtype=wide)
+    missed: torch.Tensor = size(guess - truth, 1, dims, dtype=wide) / size(truth, 1, dims, dtype=wide)
+    return missed
 
 
 class Foreseen(NamedTuple):

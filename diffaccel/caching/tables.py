@@ -21,7 +21,9 @@ HOW_MAGCACHE = "ratios=(...) of your own (docs/caching.md: calibrate_ratios)"
 @functools.cache
 def load_table(name: str) -> Mapping[str, Any]:
     """One table: "magcache", "steps_masks" or "teacache"."""
-    return json.loads(resources.files(__package__).joinpath("tables", f"{name}.json").read_text("utf-8"))
+    text = resources.files(__package__).joinpath("tables", f"{name}.json").read_text("utf-8")
+    table: Mapping[str, Any] = json.loads(text)
+    return table
 
 
 def _plain(model: str) -> str:

@@ -37,7 +37,7 @@ def parse_schedule(value: str | Sequence[int] | Sequence[bool], total: int) -> M
 
 def _listed(value: Any) -> list[int]:
     """The entries of a list of steps, or of flags."""
-    values = plain(list(value)) if isinstance(value, Sequence) else plain(value)
+    values: list[int] = plain(list(value)) if isinstance(value, Sequence) else plain(value)
     steps = isinstance(values, list) and (all(map(is_whole, values)) or all(isinstance(v, bool) for v in values))
     if not steps or not values:
         raise InvalidOptionError(

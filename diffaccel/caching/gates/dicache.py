@@ -35,7 +35,8 @@ class ProbeSumGate(SumGate):
 
     def probe(self, seen: Any) -> torch.Tensor:
         """y - x, [B, T, C]."""
-        return seen[0] - seen[1]
+        residual: torch.Tensor = seen[0] - seen[1]
+        return residual
 
     def measure(self, current: Any, previous: Any) -> torch.Tensor:
         """Both are (y, x), each [B, T, C]."""

@@ -193,7 +193,8 @@ def magnitude_ratio(current: torch.Tensor, previous: torch.Tensor) -> torch.Tens
     The mean of ratios, not the ratio of means. Source: MagCache (arXiv 2506.09045), definition of the
     magnitude ratio.
     """
-    return (current.norm(dim=-1) / previous.norm(dim=-1)).mean()
+    ratios: torch.Tensor = current.norm(dim=-1) / previous.norm(dim=-1)
+    return ratios.mean()
 
 
 def calibrate_ratios(residuals: Sequence[torch.Tensor]) -> list[float]:

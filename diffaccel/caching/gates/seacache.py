@@ -40,7 +40,8 @@ def sea_filter(x: torch.Tensor, sigma: float, power: float = 3.0) -> torch.Tenso
     axes = (-4, -3, -2)
     t, h, w, _ = x.shape[-4:]
     gain = sea_gain((t, h, w), sigma, power, x.device).to(wide.dtype)
-    return torch.fft.ifftn(torch.fft.fftn(wide, dim=axes) * gain[..., None], dim=axes).real
+    filtered: torch.Tensor = torch.fft.ifftn(torch.fft.fftn(wide, dim=axes) * gain[..., None], dim=axes).real
+    return filtered
 
 
 @dataclass(frozen=True)
