@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser(words).parse_args(words)
-        return args.run(args)
+        code: int = args.run(args)
+        return code
     except (DiffaccelError, OSError) as refusal:  # OSError: weights missing, --out not writable
         print(f"diffaccel: {refusal}", file=sys.stderr)
         return 1
