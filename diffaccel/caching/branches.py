@@ -63,8 +63,8 @@ def why_loop_stands_down(policy: Policy, run: Run) -> str | None:
     reason = policy.guards.stands_down(run.total)
     if reason is None and torch.is_grad_enabled():
         reason = "gradients are enabled (wrap the loop in torch.no_grad())"
-    if reason is None and getattr(run.scheduler, "order", 1) > 1:
-        order = run.scheduler.order
+    order = getattr(run.scheduler, "order", 1)
+    if reason is None and order > 1:
         reason = f"{type(run.scheduler).__name__} is of order {order}: its noise levels go back and forth"
     if reason is None and policy.reads_schedule and not _has_levels(policy, run):
         reason = f"{type(run.scheduler).__name__} gives no noise levels, which this cache needs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
 
 from ..errors import DiffaccelError, UnsupportedModelError
 from .place import LAST, Rank
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ..ledger.hardware import Hardware
     from ..models.spec import ModelSpec
+    from .protocols import Pipeline
     from .root import RootHook
     from .run import Run
 
@@ -61,15 +62,15 @@ class Target:
 
     __slots__ = ("_pipe", "hardware", "quantized_bytes", "spec")
 
-    def __init__(self, pipe: Any, spec: ModelSpec, hardware: Hardware) -> None:
-        self._pipe = weakref.ref(pipe)
+    def __init__(self, pipe: Pipeline, spec: ModelSpec, hardware: Hardware) -> None:
+        self._pipe = cast("Callable[[], Pipeline]", weakref.ref(pipe))
         self.spec, self.hardware = spec, hardware
         # By component, bytes of its weights once the quantization that is wished for is on (the planner says).
         self.quantized_bytes: Mapping[str, int] = {}
 
     @property
-    def pipe(self) -> Any:
-        """The pipeline (None once it is gone)."""
+    def pipe(self) -> Pipeline:
+        """The pipeline (None once it is gone, which only an undo can meet)."""
         return self._pipe()
 
 
@@ -94,7 +95,7 @@ class Edit:
     bytes_held: Callable[[Run], int] | None = None
     preemptible: bool = True
     no_undo: Callable[[], str] | None = None
-    stats: Callable[[Run], Mapping[str, Any]] | None = None
+    stats: Callable[[Run], Mapping[str, object]] | None = None
     displaced: Callable[[], str] | None = None
     on_weights: bool = False
     weights: frozenset[str] = frozenset()
@@ -125,7 +126,7 @@ class Accelerator(Protocol):
     def check(self, target: Target) -> Verdict:
         """Can this act on the target? Reads only; touches nothing."""
 
-    def predict(self, target: Target) -> Mapping[str, Any]:
+    def predict(self, target: Target) -> Mapping[str, object]:
         """Expected gain with its `origin`: "computed", "measured", "published", or "unmeasured" and nothing else."""
 
     def attach(self, target: Target, site: Site) -> Edit:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import NoReturn
 
 import torch
 
@@ -24,9 +24,14 @@ from .compat import (
     COMPILED,
     OLD_FORWARD,
     REGISTRY,
+    Argument,
+    Forward,
     HookFunctionReference,
+    HookPair,
     HookRegistry,
     ModelHook,
+    Output,
+    Wrapper,
     host_edit,
     unwrap_module,
 )
@@ -34,15 +39,13 @@ from .place import LAST, Rank
 
 PREFIX = "diffaccel."
 
-Forward = Callable[..., Any]
-
 
 class Hook(ModelHook):
     """Base of our hooks. Deep copies are refused: the copy's forward would run the original's weights."""
 
     link: Link | None = None  # set by `install`
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise IncompatibleError(
             "copy.deepcopy of an accelerated model: the copy's hooks would run the original's weights. "
             "Call diffaccel.restore(pipe) first, copy, then accelerate both."
@@ -79,7 +82,7 @@ class _CompiledBody:
     def __init__(self, module: torch.nn.Module, compiled: Forward, below: Forward) -> None:
         self.module, self.compiled, self.below = module, compiled, below
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Argument, **kwargs: Argument) -> Output:
         attributes = vars(self.module)
         outer = attributes["forward"]
         if _is_own_forward(self.module, self.below):
@@ -92,13 +95,13 @@ class _CompiledBody:
             attributes["forward"] = outer
 
 
-def _is_own_forward(module: torch.nn.Module, fn: Any) -> bool:
+def _is_own_forward(module: torch.nn.Module, fn: object) -> bool:
     return getattr(fn, "__self__", None) is module and getattr(fn, "__func__", None) is type(module).forward
 
 
-def forward_chain(module: torch.nn.Module) -> Iterator[Any]:
+def forward_chain(module: torch.nn.Module) -> Iterator[Wrapper]:
     """The callables of a module's forward, outermost first (diffusers and accelerate both set `__wrapped__`)."""
-    fn: Any = module.forward
+    fn: Wrapper = module.forward
     while fn is not None:
         yield fn
         fn = getattr(fn, "__wrapped__", None)
@@ -143,8 +146,8 @@ class Link:
         others, all_ours = _ours(module), _of_registry(module)
         self.had_forward: bool = others[0].had_forward if others else "forward" in vars(module)
         self.made_registry: bool = all_ours[0].made_registry if all_ours else REGISTRY not in vars(self.owner)
-        self.wrapper: Any = None
-        self._around: Callable[..., Any] | None = None
+        self.wrapper: Wrapper = None
+        self._around: Forward | None = None
         hook.link = self
         self._register()
 
@@ -192,7 +195,7 @@ class Link:
         body = self.body
         return body.below if isinstance(body, _CompiledBody) else body
 
-    def around(self, fn: Callable[..., Any]) -> Link:
+    def around(self, fn: Forward) -> Link:
         """Run every call as `fn(ref, *args, **kwargs)`, where `ref.body` is what runs below."""
         ref = self.hook.fn_ref
         body = ref.forward
@@ -220,7 +223,7 @@ class Link:
         if vars(self.owner).get(COMPILED) is not None:
             settle_compiled(self.module)
 
-    def _below_ours(self, chain: list[Any]) -> bool:
+    def _below_ours(self, chain: list[Wrapper]) -> bool:
         """Is all that lies above our wrapper ours as well?"""
         ours = [link.wrapper for link in _ours(self.module)]
         at = next(i for i, fn in enumerate(chain) if fn is self.wrapper)
@@ -327,21 +330,21 @@ def install(module: torch.nn.Module, hook: Hook, name: str, outermost: bool = Fa
     return Link(module, hook, full, outermost, rank)
 
 
-def around_forward(module: torch.nn.Module) -> list[tuple[Any, Any]]:
+def around_forward(module: torch.nn.Module) -> list[HookPair]:
     """(before, after) of every hook in the module's registry, outermost first; (None, None) for one that replaces the
     forward. For code that does a module's work without calling it."""
     refs = reversed(getattr(vars(unwrap_module(module)).get(REGISTRY), "_fn_refs", ()))
     return [(None, None) if ref.original_forward is not None else (ref.pre_forward, ref.post_forward) for ref in refs]
 
 
-def held_forwards(module: torch.nn.Module, function: Any) -> list[tuple[dict[str, Any], str]]:
+def held_forwards(module: torch.nn.Module, function: object) -> list[tuple[dict[str, object], str]]:
     """(dict, key) of each place where hooks of diffusers, accelerate or ours hold `function` as its forward."""
     state = vars(module)
     refs = [vars(ref) for ref in getattr(state.get(REGISTRY), "_fn_refs", ())]
     places = [(state, "forward"), (state, OLD_FORWARD)]
     places += [(ref, key) for ref in refs for key in ("forward", "original_forward", "body")]
 
-    def held(found: Any) -> bool:
+    def held(found: object) -> bool:
         return getattr(found, "__self__", None) is module and getattr(found, "__func__", None) is function
 
     return [(where, key) for where, key in places if held(where.get(key))]
@@ -354,7 +357,7 @@ def stood_in_for(link: Link) -> bool:
     if not above:
         return False
     chain: set[int] = set()
-    fn: Any = link.module.forward  # as `forward_chain`, without calls: offload asks at every block
+    fn: Wrapper = link.module.forward  # as `forward_chain`, without calls: offload asks at every block
     while fn is not None:
         chain.add(id(fn))
         fn = getattr(fn, "__wrapped__", None)

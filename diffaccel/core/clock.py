@@ -9,9 +9,13 @@ from __future__ import annotations
 import contextvars
 import functools
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
+    from .compat import Argument, Forward, Output
+    from .protocols import Scheduler
     from .run import Run
 
 
@@ -22,22 +26,22 @@ CURRENT: contextvars.ContextVar[Run | None] = contextvars.ContextVar("diffaccel_
 class _Tap:
     """Stands in for a bound method of a scheduler instance while a run lasts. Keeps name and signature."""
 
-    def __init__(self, scheduler: Any, name: str, run: Run | None) -> None:
+    def __init__(self, scheduler: Scheduler, name: str, run: Run | None) -> None:
         self.scheduler, self.name, self.run = scheduler, name, run
-        self.fn = getattr(type(scheduler), name).__get__(scheduler)
+        self.fn: Forward = getattr(type(scheduler), name).__get__(scheduler)
         functools.update_wrapper(self, self.fn)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Argument, **kwargs: Argument) -> Output:
         raise NotImplementedError
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Argument]) -> _Tap:
         # A pipeline may copy its scheduler in mid-run; the copy's method must step the copy, unwatched.
         copied = memo.get(id(self.scheduler), self.scheduler)
         return type(self)(copied, self.name, None)
 
 
 class _StepTap(_Tap):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Argument, **kwargs: Argument) -> Output:
         run = self.run
         if run is None:
             return self.fn(*args, **kwargs)
@@ -49,7 +53,7 @@ class _StepTap(_Tap):
 
 
 class _LoopTap(_Tap):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Argument, **kwargs: Argument) -> Output:
         if self.run is not None:
             self.run.end_loop()
         return self.fn(*args, **kwargs)
@@ -58,21 +62,21 @@ class _LoopTap(_Tap):
 TAPS = {"step": _StepTap, "set_timesteps": _LoopTap}
 
 
-def watch(scheduler: Any, run: Run) -> None:
+def watch(scheduler: Scheduler, run: Run) -> None:
     """Let `run` see every `step` and `set_timesteps` of this scheduler instance."""
     for name, tap in TAPS.items():
         if hasattr(type(scheduler), name):
             vars(scheduler)[name] = tap(scheduler, name, run)
 
 
-def unwatch(scheduler: Any) -> None:
+def unwatch(scheduler: Scheduler) -> None:
     """Undo `watch`."""
     for name in TAPS:
         if isinstance(vars(scheduler).get(name), _Tap):
             del vars(scheduler)[name]
 
 
-def schedule_of(scheduler: Any) -> tuple[list[float], list[float]]:
+def schedule_of(scheduler: Scheduler | None) -> tuple[list[float], list[float]]:
     """(timesteps, sigmas) of the schedule as host numbers; sigmas empty where the scheduler has none.
 
     Reads device tensors: call it once, after the loop.
@@ -82,11 +86,11 @@ def schedule_of(scheduler: Any) -> tuple[list[float], list[float]]:
     return _floats(timesteps), _floats(sigmas)
 
 
-def _floats(values: Any) -> list[float]:
+def _floats(values: torch.Tensor | None) -> list[float]:
     return [] if values is None else [float(v) for v in values.flatten().tolist()]
 
 
-def position(scheduler: Any) -> int | None:
+def position(scheduler: Scheduler | None) -> int | None:
     """The absolute index in the schedule of the next step (host data only), or None."""
     index = getattr(scheduler, "step_index", None)
     if index is None:
@@ -94,7 +98,7 @@ def position(scheduler: Any) -> int | None:
     return index if isinstance(index, int) else None
 
 
-def euler_lengths(scheduler: Any, sigmas: list[float]) -> list[float] | None:
+def euler_lengths(scheduler: Scheduler | None, sigmas: list[float]) -> list[float] | None:
     """The lengths of the steps, for a scheduler that adds length x (the denoiser's output); None for any other."""
     config = getattr(scheduler, "config", {})
     name = type(scheduler).__name__

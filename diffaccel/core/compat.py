@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from diffusers.hooks.hooks import (
@@ -60,6 +60,17 @@ __all__ = [
     "vae_encode",
     "vmap_allowed",
 ]
+
+# What comes from diffusers (and PyTorch) without types, by name. Core, planner, api and handle say these, never `Any`.
+Argument: TypeAlias = Any  # one argument of a call of a pipeline, a model or a scheduler
+Args: TypeAlias = tuple[Any, ...]  # all that stand by place
+Kwargs: TypeAlias = dict[str, Any]  # all that stand by name
+Output: TypeAlias = Any  # what such a call returns: a tensor, a tuple, one of diffusers' output classes
+Component: TypeAlias = Any  # a part of a pipeline (a model, a tokenizer, a scheduler, a config), or None
+Forward: TypeAlias = Callable[..., Any]
+Wrapper: TypeAlias = Any  # a forward that somebody put around another, which is its `__wrapped__`
+HookPair: TypeAlias = tuple[Any, Any]  # (pre_forward, post_forward) of a hook; (None, None) where it replaces forward
+Kept: TypeAlias = Any  # a key or a value of what a lever keeps for a run, whose form only that lever knows
 
 REGISTRY = "_diffusers_hook"  # attribute of a module that holds its HookRegistry
 COMPILED = "_compiled_call_impl"  # set by nn.Module.compile()

@@ -8,11 +8,14 @@ looks on (a hook of the user's) would be left out silently, so it is reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from .chain import around_forward
+
+if TYPE_CHECKING:
+    from .compat import Args, Argument, Forward, Kwargs, Output
 
 HF_HOOK = "_hf_hook"  # set by accelerate's add_hook_to_module
 
@@ -23,10 +26,10 @@ class LoadHook:
     Where the component as a whole was loaded before, a module's work can be done past it.
     """
 
-    def __init__(self, act: Callable[[tuple[Any, ...]], None]) -> None:
+    def __init__(self, act: Callable[[Args], None]) -> None:
         self.act = act
 
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(self, module: torch.nn.Module, args: Args) -> None:
         self.act(args)
 
 
@@ -36,7 +39,7 @@ def has_foreign_hooks(module: torch.nn.Module) -> bool:
     return any(not isinstance(hook, LoadHook) for hook in hooks)
 
 
-def run_hooked(module: torch.nn.Module, body: Callable[..., Any], *args: Any) -> Any:
+def run_hooked(module: torch.nn.Module, body: Forward, *args: Argument) -> Output:
     """`body(*args)` in the place of `module.forward(*args)`, within the offload hooks of the module.
 
     `args` are tensors only: hooks send whatever they get to a device.
@@ -47,7 +50,7 @@ def run_hooked(module: torch.nn.Module, body: Callable[..., Any], *args: Any) ->
         around = [(hook.pre_forward, hook.post_forward), *around]
     if not around:
         return body(*args)
-    kwargs: dict[str, Any] = {}
+    kwargs: Kwargs = {}
     for before, _ in around:
         args, kwargs = before(module, *args, **kwargs)
     output = body(*args, **kwargs)

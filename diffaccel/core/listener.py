@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from .compat import Args, Kwargs
     from .run import Call, Run
 
 
@@ -21,7 +22,7 @@ class Listener(Protocol):
 
     deciding: bool = False
 
-    def begin_call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_call(self, call: Call, args: Args, kwargs: Kwargs) -> None:
         """The denoiser is about to run. May set `call.answer`, `call.inputs` and `call.finish`; see `Call`."""
         return
 

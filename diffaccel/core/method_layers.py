@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-Layer = Callable[..., Any]  # called as layer(below, *args, **kwargs), where `below` is the method without it
+if TYPE_CHECKING:
+    from .compat import Argument, Output
+    from .compat import Forward as Layer  # called as layer(below, *args, **kwargs); `below` is the method without it
 
 _ABSENT = object()
 
@@ -19,19 +21,19 @@ _ABSENT = object()
 class LayeredMethod:
     """Stands in for `owner.NAME`; keeps its name, signature and documentation."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: object, name: str) -> None:
         self.owner, self.name = weakref.ref(owner), name
         self.before = vars(owner).get(name, _ABSENT)
         self.layers: list[Layer] = []  # innermost first
         functools.update_wrapper(self, getattr(owner, name))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        below: Callable[..., Any] = self.__wrapped__  # type: ignore[attr-defined]
+    def __call__(self, *args: Argument, **kwargs: Argument) -> Output:
+        below: Layer = self.__wrapped__  # type: ignore[attr-defined]
         for layer in self.layers:
             below = functools.partial(layer, below)
         return below(*args, **kwargs)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Layer, tuple[object, str]]:
         return getattr, (self.owner(), self.name)
 
     def remove(self, layer: Layer) -> None:
@@ -46,7 +48,7 @@ class LayeredMethod:
             vars(owner)[self.name] = self.before
 
 
-def add_layer(owner: Any, name: str, layer: Layer) -> Callable[[], None]:
+def add_layer(owner: object, name: str, layer: Layer) -> Callable[[], None]:
     """Run every call of `owner.NAME` as `layer(below, *args, **kwargs)`; returns what takes the layer off."""
     found = vars(owner).get(name)
     if not isinstance(found, LayeredMethod):

@@ -6,9 +6,14 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar, cast
 
 from ..errors import InvalidOptionError, nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 
 # How a refusal names the option: `{value}` is its shortened repr, `{allowed}` what the check allows.
 GIVEN = "{name}={value}: must be {allowed}"
@@ -23,19 +28,19 @@ class Check(NamedTuple):
     """What an option may be: the words for it, and the test of a plain value."""
 
     allowed: str
-    good: Callable[[Any], bool]
+    good: Callable[[object], bool]
 
     def or_none(self) -> Check:
         """The same, or None."""
         return Check(f"{self.allowed}, or None", lambda value: value is None or self.good(value))
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Is it an integer, and not True or False?"""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Is it a finite number, and not True or False?"""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -67,11 +72,15 @@ def one_of(*values: int) -> Check:
     return Check(f"{listed} or {values[-1]}", lambda value: is_whole(value) and value in values)
 
 
-def plain(value: Any) -> Any:
+def plain(value: T) -> T:
     """The value without NumPy: its scalars and arrays of no dimension become Python's, others lists; tuples and lists
     likewise, item by item. Anything else is returned as it is."""
-    if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
+    return cast(T, _plain(value))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return value.tolist()
     return value
@@ -87,7 +96,7 @@ def refuse(name: str, value: object, allowed: str, form: str = GIVEN) -> Invalid
     return InvalidOptionError(form.format(name=name, value=short(value), allowed=allowed))
 
 
-def confirm(name: str, value: Any, check: Check, form: str = GIVEN) -> Any:
+def confirm(name: str, value: T, check: Check, form: str = GIVEN) -> T:
     """The value in plain Python. Raises InvalidOptionError unless the check holds."""
     value = plain(value)
     if not check.good(value):
@@ -95,19 +104,19 @@ def confirm(name: str, value: Any, check: Check, form: str = GIVEN) -> Any:
     return value
 
 
-def take(config: Any, check: Check, *names: str, prefix: str = "", form: str = GIVEN) -> None:
+def take(config: object, check: Check, *names: str, prefix: str = "", form: str = GIVEN) -> None:
     """Confirm these fields of a (frozen) config, and leave plain Python values in them."""
     for name in names:
         object.__setattr__(config, name, confirm(prefix + name, getattr(config, name), check, form))
 
 
-def take_plain(config: Any) -> None:
+def take_plain(config: DataclassInstance) -> None:
     """Leave plain Python values in all fields of a (frozen) config."""
     for field in fields(config):
         object.__setattr__(config, field.name, plain(getattr(config, field.name)))
 
 
-def choose_name(config: Any, name: str, allowed: Iterable[str], prefix: str = "") -> None:
+def choose_name(config: object, name: str, allowed: Iterable[str], prefix: str = "") -> None:
     """Raise, with the nearest name, unless a field is one of the allowed names."""
     value, names = getattr(config, name), tuple(allowed)
     if not isinstance(value, str) or value not in names:

@@ -7,13 +7,27 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import Field, dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from .slots import Slot
+from .slots import Fidelity, Slot
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
 
 Rank = tuple[int, int]  # where an edit stands: its slot, then its place's order within the slot; smaller lies deeper
 LAST: Rank = (99, 0)  # outside of every lever
+
+
+class ConfigClass(Protocol):
+    """The config class of a lever: a frozen dataclass whose instances are accelerators."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
+    __name__: str
+    fidelity: Fidelity
+
+    def __call__(self, **parameters: object) -> Accelerator:
+        """A config of these values. Raises InvalidOptionError for one that is not allowed."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +36,11 @@ class Lever:
 
     module: str  # below diffaccel: "offload.stage.config"
     name: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
 
-    def config(self) -> type[Any]:
+    def config(self) -> ConfigClass:
         """The class."""
-        found: type[Any] = getattr(importlib.import_module(f"diffaccel.{self.module}"), self.name)
+        found: ConfigClass = getattr(importlib.import_module(f"diffaccel.{self.module}"), self.name)
         return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class RunReport:
     cache_bytes_held: int = 0
     cache_bytes_peak: int = 0
     notes: list[str] = field(default_factory=list)
-    stats: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stats: dict[str, dict[str, object]] = field(default_factory=dict)
     completed: bool = True
 
     @property
@@ -65,7 +64,7 @@ class RunReport:
             lines[step.branch] = lines.get(step.branch, "") + ("C" if step.computed else ".")
         return lines
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data, ready for JSON."""
         return {**asdict(self), "hit_rate": self.hit_rate}
 

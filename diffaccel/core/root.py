@@ -6,16 +6,19 @@ import weakref
 from bisect import insort
 from collections.abc import Callable
 from threading import RLock, get_ident
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import IncompatibleError
 from .chain import PREFIX, AroundReference, Hook, install
 from .clock import CURRENT
-from .compat import REGISTRY, StateManager, host_edit, unwrap_module
+from .compat import REGISTRY, Argument, Output, StateManager, host_edit, unwrap_module
 from .listener import Listener
 from .place import LAST, Rank
+
+if TYPE_CHECKING:
+    from .protocols import Context, Owner
 
 ROOT = PREFIX + "root"
 
@@ -25,16 +28,16 @@ class _ContextProbe(StateManager):
 
     def __init__(self) -> None:
         super().__init__(dict)
-        self.by_thread: dict[int, Any] = {}  # pipelines in other threads may share the denoiser
+        self.by_thread: dict[int, Context] = {}  # pipelines in other threads may share the denoiser
 
-    def set_context(self, context: Any) -> None:
+    def set_context(self, context: Context | None) -> None:
         """Diffusers announces the context (None: closed)."""
         if context is None:
             self.by_thread.pop(get_ident(), None)
         else:
             self.by_thread[get_ident()] = context
 
-    def reset(self, *args: Any, **kwargs: Any) -> None:
+    def reset(self, *args: object, **kwargs: object) -> None:
         """Diffusers resets caches at the end of a pipeline call."""
         self.by_thread.pop(get_ident(), None)
 
@@ -47,7 +50,7 @@ class RootHook(Hook):
 
     _is_stateful = True
 
-    def __init__(self, component: str, owner: Any) -> None:
+    def __init__(self, component: str, owner: Owner) -> None:
         super().__init__()
         self.component = component
         self.owner = weakref.ref(owner)
@@ -77,7 +80,7 @@ class RootHook(Hook):
         self.context.reset()
         return module
 
-    def call(self, ref: AroundReference, *args: Any, **kwargs: Any) -> Any:
+    def call(self, ref: AroundReference, *args: Argument, **kwargs: Argument) -> Output:
         """The denoiser's forward, seen by the run of this thread (if any)."""
         run = CURRENT.get()
         with self.lock:
@@ -106,7 +109,7 @@ class RootHook(Hook):
 
 
 @host_edit
-def install_root(module: torch.nn.Module, component: str, owner: Any) -> RootHook:
+def install_root(module: torch.nn.Module, component: str, owner: Owner) -> RootHook:
     """Install the root hook of a denoiser for `owner` (an `Acceleration`).
 
     A hook left behind by a pipeline that was garbage-collected without `restore` is cleared away first;

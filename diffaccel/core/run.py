@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,14 @@ from .compat import num_timesteps
 from .report import RunReport, StepRecord
 from .state import PerRun
 from .timing import Stopwatch
+
+if TYPE_CHECKING:
+    from .compat import Args, Forward, Kwargs, Output
+    from .protocols import Owner, Pipeline, ProgressBar, Scheduler
+    from .snapshot import Replay
+    from .timing import Mark
+
+    Request = tuple[tuple[Forward, Pipeline], Args, Kwargs]
 
 
 def current_run() -> Run | None:
@@ -39,27 +47,27 @@ class Call:
         "output", "replay", "run", "start", "step",
     )  # fmt: skip
 
-    def __init__(self, run: Run, component: str, branch: str, start: Any) -> None:
+    def __init__(self, run: Run, component: str, branch: str, start: Mark) -> None:
         self.run, self.component, self.branch, self.start, self.end = run, component, branch, start, start
         self.step, self.loop = run.step, run.loop
         self.computed: bool = True
         self.gate: float | None = None
         self.by = ""  # the plan item that answered, where `computed` is False
         self.error: torch.Tensor | None = None  # what a forecast would have missed at this computed call, [B]
-        self.replay: Any = None  # an output to return instead of computing, while a paused run is replayed
+        self.replay: Output = None  # an output to return instead of computing, while a paused run is replayed
         self.half: tuple[str, slice] | None = None
-        self.answer: Any = None
-        self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.finish: Callable[[Any], Any] | None = None
-        self.output: Any = None
+        self.answer: Output = None
+        self.inputs: tuple[Args, Kwargs] | None = None
+        self.finish: Callable[[Output], Output] | None = None
+        self.output: Output = None
 
 
 class Run:
     """State of one run. `total` is the number of steps of the current loop (None until known)."""
 
-    def __init__(self, pipe: Any, branch_names: Callable[[Any, int], str], owner: Any) -> None:
+    def __init__(self, pipe: Pipeline, branch_names: Callable[[Pipeline, int], str], owner: Owner) -> None:
         self.pipe, self.owner, self.branch_names = pipe, owner, branch_names
-        self.scheduler: Any = getattr(pipe, "scheduler", None)
+        self.scheduler: Scheduler | None = getattr(pipe, "scheduler", None)
         self.thread = threading.get_ident()
         self.step = 0
         self.loop = 0
@@ -70,12 +78,12 @@ class Run:
         self.calls_in_step = 0
         self.state: dict[str, PerRun] = {}  # what each lever keeps for this run, by its name
         self.notes: list[str] = []
-        self.bar: Any = None
-        self.replay: Any = None
-        self.request: Any = None  # ((call, pipe), args, kwargs) of a pipeline call
-        self.rng_start: list[Any] = []
-        self.outputs: dict[tuple[str, str], Any] = {}
-        self.step_output: Any = None
+        self.bar: ProgressBar | None = None
+        self.replay: Replay | None = None
+        self.request: Request | None = None  # of a pipeline call
+        self.rng_start: list[tuple[torch.Generator | None, torch.Tensor]] = []
+        self.outputs: dict[tuple[str, str], Output] = {}
+        self.step_output: Output = None
         self.bytes_peak = 0
         self.bytes_held: dict[str, int] = {}
         self.hits = 0
@@ -86,8 +94,8 @@ class Run:
         self.watch = Stopwatch(self.device)
         self.mark = self.watch.mark
         self.started = self.mark()
-        self.first_call: Any = None
-        self.last_step: Any = None
+        self.first_call: Mark | None = None
+        self.last_step: Mark | None = None
 
     # ---- events, in the order in which they come -------------------------------------------------------
 
@@ -119,14 +127,14 @@ class Run:
         self.calls.append(call)
         return call
 
-    def end_call(self, call: Call, output: Any) -> None:
+    def end_call(self, call: Call, output: Output) -> None:
         """The forward returned."""
         call.end = self.mark()
         if not call.computed:
             self.hits += 1
         self.outputs[(call.component, call.branch)] = output
 
-    def tick(self, output: Any) -> None:
+    def tick(self, output: Output) -> None:
         """`scheduler.step` returned: the step is over."""
         self.step += 1
         self.ticks += 1
@@ -184,7 +192,7 @@ class Run:
 
     # ---- the end ---------------------------------------------------------------------------------------
 
-    def report(self, completed: bool, bytes_held: int, stats: dict[str, dict[str, Any]]) -> RunReport:
+    def report(self, completed: bool, bytes_held: int, stats: dict[str, dict[str, object]]) -> RunReport:
         """Read the marks and build the report."""
         end = self.mark()
         self.watch.finish()
@@ -251,7 +259,7 @@ class running:
             watch(self.run.scheduler, self.run)
         return self.run
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         CURRENT.reset(self.token)
         if self.run.scheduler is not None:
             unwatch(self.run.scheduler)

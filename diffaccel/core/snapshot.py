@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,7 @@ from .clock import TAPS
 from .state import PerRun
 
 if TYPE_CHECKING:
+    from .compat import Args, Kwargs, Output
     from .run import Call, Run
 
 
@@ -29,10 +30,10 @@ class Snapshot:
     run: Run
     ticks: int
     step: int
-    step_output: Any
-    scheduler: dict[str, Any]
+    step_output: Output
+    scheduler: dict[str, object]
     states: dict[str, PerRun]
-    outputs: dict[tuple[str, str], Any]
+    outputs: dict[tuple[str, str], Output]
     calls: list[Call]
     rng: list[tuple[torch.Generator | None, torch.Tensor]]
     hits: int
@@ -40,7 +41,7 @@ class Snapshot:
     bytes_peak: int
 
 
-def clone_tensors(value: Any) -> Any:
+def clone_tensors(value: Output) -> Output:
     """A copy of a scheduler's output (tuple or dataclass) with its own tensors."""
     if isinstance(value, torch.Tensor):
         return value.clone()
@@ -51,7 +52,7 @@ def clone_tensors(value: Any) -> Any:
     return value
 
 
-def generators_of(kwargs: dict[str, Any]) -> list[torch.Generator | None]:
+def generators_of(kwargs: Kwargs) -> list[torch.Generator | None]:
     """The generators a pipeline call may draw from; None is torch's global one (some schedulers draw from it)."""
     given = kwargs.get("generator")
     found = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -112,14 +113,14 @@ class Replay:
         self.snapshot = snapshot
         self.pending = True
 
-    def output(self, component: str, branch: str) -> Any:
+    def output(self, component: str, branch: str) -> Output:
         """A denoiser output of the right form; its values do not matter."""
         key = (component, branch)
         if key not in self.snapshot.outputs:
             raise DiffaccelError(f"cannot resume: {component} was never called for branch {branch!r} before the pause")
         return self.snapshot.outputs[key]
 
-    def step(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(self, run: Run, args: Args, kwargs: Kwargs) -> Output:
         """Stands for `scheduler.step` while steps are replayed."""
         output = clone_tensors(self.snapshot.step_output)
         run.tick(output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,12 +16,13 @@ from .root import RootHook, install_root, invalidate
 
 if TYPE_CHECKING:
     from ..models.spec import ModelSpec
+    from .protocols import Owner
 
 
 class Stack:
     """The edits that are in force on one pipeline, deepest first. The root hooks live as long as it is attached."""
 
-    def __init__(self, target: Target, owner: Any) -> None:
+    def __init__(self, target: Target, owner: Owner) -> None:
         self.target, self.owner = target, owner
         self.attached = False
         self.modules: dict[str, torch.nn.Module] = {}  # the denoisers, by component

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+
+if TYPE_CHECKING:
+    from .compat import Kept
 
 
 @runtime_checkable
@@ -14,7 +17,7 @@ class Forks(Protocol):
         """The copy."""
 
 
-class PerRun(dict[Any, Any]):
+class PerRun(dict["Kept", "Kept"]):
     """One lever's state of one run, by key (a branch, a component, the name of a count).
 
     Values are replaced rather than written into, so that a shallow copy of each is a fork; those that are written into

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
+
+Mark = float | torch.cuda.Event  # a point in time: seconds on the host clock, or a recorded CUDA event
 
 
 class Stopwatch:
@@ -16,12 +17,11 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self.device = device
-        # A point in time: seconds on the host clock, or a recorded CUDA event.
-        self.mark: Callable[[], Any] = self._event if self.cuda else time.perf_counter
+        self.mark: Callable[[], Mark] = self._event if self.cuda else time.perf_counter
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(device)
 
-    def _event(self) -> Any:
+    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -31,11 +31,13 @@ class Stopwatch:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def seconds(self, start: Any, end: Any) -> float:
+    def seconds(self, start: Mark | None, end: Mark | None) -> float:
         """Seconds between two marks (after `finish`)."""
-        if start is None or end is None:
+        if isinstance(start, float) and isinstance(end, float):
+            return end - start
+        if start is None or end is None or isinstance(start, float) or isinstance(end, float):
             return 0.0
-        return float(start.elapsed_time(end)) / 1e3 if self.cuda else float(end - start)
+        return float(start.elapsed_time(end)) / 1e3
 
     def peak_memory_bytes(self) -> int:
         """Peak bytes allocated on the GPU in this run; on a CPU the peak resident set of the process so far."""

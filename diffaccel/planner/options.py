@@ -151,6 +151,6 @@ def build(key: str, value: str | bool, wishes: dict[str, Any]) -> Accelerator:
                 raise _no_option(wish, wishes, [])
             parameters[name] = given
     try:
-        return lever.config()(**lever.fixed, **parameters)  # type: ignore[no-any-return]
+        return lever.config()(**lever.fixed, **parameters)
     except InvalidOptionError as error:
         raise InvalidOptionError(f"{key}={value!r}: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 from ..levers import PLACE
 from .base import StepCache
@@ -12,7 +13,7 @@ class _Methods(Mapping[str, type[StepCache]]):
     """Override value -> config class; a class is imported when it is first asked for."""
 
     def __getitem__(self, name: str) -> type[StepCache]:
-        return PLACE.levers[name].config()
+        return cast("type[StepCache]", PLACE.levers[name].config())
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(PLACE.levers))
