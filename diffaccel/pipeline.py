@@ -136,11 +136,11 @@ class Accelerated:
         return _disable(self, "attention")
 
     def enable_fp8(self, **parameters: Any) -> Any:
-        """8-bit floating-point weights (and activations); keywords are those of `quantization.fp8.Fp8`."""
+        """8-bit floating-point weights (and activations); keywords are those of `quantization.fp8_int8.Fp8`."""
         return _enable(self, "quantization", "fp8", parameters)
 
     def enable_int8(self, **parameters: Any) -> Any:
-        """8-bit integer weights (and activations); keywords are those of `quantization.int8.Int8`."""
+        """8-bit integer weights (and activations); keywords are those of `quantization.fp8_int8.Int8`."""
         return _enable(self, "quantization", "int8", parameters)
 
     def enable_svdquant(self, **parameters: Any) -> Any:

@@ -43,7 +43,7 @@ class Call:
     """
 
     __slots__ = (
-        "answer", "branch", "by", "component", "computed", "end", "error", "finish", "gate", "half", "inputs", "loop",
+        "answer", "branch", "by", "component", "computed", "end", "error", "finish", "gate", "inputs", "loop",
         "output", "replay", "run", "start", "step",
     )  # fmt: skip
 
@@ -55,7 +55,6 @@ class Call:
         self.by = ""  # the plan item that answered, where `computed` is False
         self.error: torch.Tensor | None = None  # what a forecast would have missed at this computed call, [B]
         self.replay: Output = None  # an output to return instead of computing, while a paused run is replayed
-        self.half: tuple[str, slice] | None = None
         self.answer: Output = None
         self.inputs: tuple[Args, Kwargs] | None = None
         self.finish: Callable[[Output], Output] | None = None

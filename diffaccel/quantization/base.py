@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,6 +10,7 @@ from torch import nn
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import REGISTRY, unwrap_module
+from ..core.holders import Holders
 from ..core.options import BOOLEAN, choose_name, take, take_plain
 from ..core.run import Run
 from ..core.state import PerRun
@@ -33,7 +33,7 @@ _HOLDING_HOOKS = {
     "layerwise_casting": "diffusers' layerwise casting stores the weights without scales: load the model without it",
 }
 
-_HOLDERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+HOLDERS: Holders[Any] = Holders()  # the pipeline that has quantized a model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +143,7 @@ class QuantizedWeights:
     def _refuses(
         self, target: Target, component: str, module: nn.Module, selection: Selection, recipe: Recipe
     ) -> Verdict | None:
-        holder = _HOLDERS.get(module)
-        other = None if holder is None else holder()
+        other = HOLDERS.of(module)
         if other is not None and other is not target.pipe:
             return Verdict.refuse(
                 f"{component} is shared with a pipeline that has quantized it already: restore that one first, or "
@@ -250,7 +249,7 @@ class _Attached:
                 keep = self._originals(component, module, selection)
                 part = self.parts[component] = Swapped(module, keep)
                 part.put_on(selection.quantized, recipe.convert)
-                _HOLDERS[module] = weakref.ref(self.target.pipe)
+                HOLDERS.take(module, self.target.pipe)
         except BaseException:
             self.take_off()
             raise
@@ -267,7 +266,7 @@ class _Attached:
         """Give every model its own weights back."""
         for part in self.parts.values():
             part.take_off()
-            _HOLDERS.pop(part.module, None)
+            HOLDERS.release(part.module)
         self.parts.clear()
 
     def lost(self) -> str:

@@ -8,8 +8,8 @@ PLACE = Place(
     Slot.WEIGHT,
     1,
     {
-        "fp8": Lever("quantization.fp8", "Fp8"),
-        "int8": Lever("quantization.int8", "Int8"),
+        "fp8": Lever("quantization.fp8_int8", "Fp8"),
+        "int8": Lever("quantization.fp8_int8", "Int8"),
         "svdquant": Lever("quantization.svdquant.config", "SvdQuant"),
     },
     prefix="quantization_",

@@ -23,8 +23,7 @@ from ..models.registry import CARDS
 from ..models.spec import ModelSpec
 from .backends import Recipe
 from .base import ENCODERS, QuantizedWeights
-from .fp8 import Fp8
-from .int8 import Int8
+from .fp8_int8 import Fp8, Int8
 from .policy import Policy, select, select_encoder
 
 SCHEMES: dict[str, QuantizedWeights] = {

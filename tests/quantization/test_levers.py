@@ -10,8 +10,7 @@ from torch import nn
 
 from diffaccel import accelerate, attach, plan, restore
 from diffaccel.errors import DiffaccelError, IncompatibleError, InvalidOptionError, UnsupportedModelError
-from diffaccel.quantization.fp8 import Fp8
-from diffaccel.quantization.int8 import Int8
+from diffaccel.quantization.fp8_int8 import Fp8, Int8
 from diffaccel.quantization.weights import ScaledWeight, weight_bytes
 from tests import tiny
 from tests.fingerprint import differences, snapshot_pipe

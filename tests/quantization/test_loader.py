@@ -16,8 +16,7 @@ from torch import nn
 import diffaccel
 from diffaccel import accelerate, load_quantized
 from diffaccel.errors import IncompatibleError, InvalidOptionError, UnsupportedModelError
-from diffaccel.quantization.fp8 import Fp8
-from diffaccel.quantization.int8 import Int8
+from diffaccel.quantization.fp8_int8 import Fp8, Int8
 from diffaccel.quantization.weights import ScaledWeight
 from tests import tiny
 
@@ -191,7 +190,7 @@ thread.start()
 if how == "stream":
     model = load_quantized(folder + "/large", "fp8_weight_only")
 else:
-    from diffaccel.quantization.fp8 import Fp8
+    from diffaccel.quantization.fp8_int8 import Fp8
     from diffaccel.quantization.policy import select
     from diffaccel.models import CARDS
     model = WanTransformer3DModel.from_pretrained(folder + "/large", torch_dtype=torch.bfloat16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from threading import RLock
@@ -15,6 +14,7 @@ import torch
 from ...core.accelerator import DEVICE, Target, Verdict
 from ...core.chain import Hook, Link, install
 from ...core.compat import foreign_offload, is_fake, unwrap_module
+from ...core.holders import Holders
 from ...core.hooked_forward import LoadHook
 from ...core.method_layers import add_layer
 from ...core.place import LAST, Rank
@@ -34,16 +34,11 @@ HOOK = "offload.stage"
 # say) is seen by the modules inside, which bring their component in as well.
 METHODS = ("encode", "decode", "generate", "get_text_features", "get_image_features")
 # A StageAttached lives as long as the hooks that call it; held here, it would keep its modules alive.
-_HOLDERS: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[StageAttached]] = weakref.WeakKeyDictionary()
+_HOLDERS: Holders[StageAttached] = Holders()
 
 
 def _attached_to(module: torch.nn.Module) -> StageAttached | None:
-    found = _HOLDERS.get(unwrap_module(module))
-    return None if found is None else found()
-
-
-def _forget_holder(module: torch.nn.Module) -> None:
-    _HOLDERS.pop(module, None)
+    return _HOLDERS.of(unwrap_module(module))
 
 
 def holder(pipe: Any, keep: Collection[str]) -> str | None:
@@ -209,8 +204,8 @@ class StageAttached:
             link.around(functools.partial(self._forward, group, name, module))
             self.links.append(link)
             self.undos.append(link.remove)
-            _HOLDERS[module] = weakref.ref(self)
-            self.undos.append(functools.partial(_forget_holder, module))
+            _HOLDERS.take(module, self)
+            self.undos.append(functools.partial(_HOLDERS.release, module))
             for method in METHODS if group.stage != "denoise" else ():
                 if callable(getattr(type(module), method, None)):
                     self.undos.append(self._wrap(group, module, method))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from ...core.options import Check, choose_name, number, take, take_plain, whole
 from ...core.run import Run
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError
 from .. import originals
-from ..base import _HOLDERS
+from ..base import HOLDERS
 from ..originals import Checkpoint as Source
 from ..originals import Originals
 from ..plain_loads import refuse_plain_loads
@@ -220,8 +219,7 @@ def _dtype(target: Target) -> str:
 def _held(target: Target, todo: list[Work]) -> str | None:
     """A layer that cannot be exchanged, and why."""
     for work in todo:
-        holder = _HOLDERS.get(unwrap_module(work.module))
-        other = None if holder is None else holder()
+        other = HOLDERS.of(unwrap_module(work.module))
         if other is target.pipe:
             continue
         if other is not None:
@@ -293,7 +291,7 @@ class _Attached:
         try:
             for work in todo:
                 self.modules.append(unwrap_module(work.module))
-                _HOLDERS[self.modules[-1]] = weakref.ref(target.pipe)
+                HOLDERS.take(self.modules[-1], target.pipe)
                 names = [name for job in work.jobs for name in job.names]
                 self.originals[work.component] = self._originals(work, names)
                 for name, layer in _layers(source, work, target, settings, seen.get(work.component, {})):
@@ -341,7 +339,7 @@ class _Attached:
                     uninstall(row.linear, row.saved, weight)
             self.originals[component].close()
         for module in self.modules:
-            _HOLDERS.pop(module, None)
+            HOLDERS.release(module)
         self.done.clear()
         self.modules.clear()
 
