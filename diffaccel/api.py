@@ -9,7 +9,7 @@ restore(pipe)                            # as if nothing had happened
 from __future__ import annotations
 
 import warnings
-from typing import Any, TypeVar
+from typing import TypeVar, overload
 
 from .core.compat import host_edit
 from .errors import InvalidOptionError
@@ -33,7 +33,7 @@ def accelerate(
     budget: Budget | None = None,
     hardware: str | Hardware | None = None,
     strict: bool = False,
-    **overrides: Any,
+    **overrides: object,
 ) -> P:
     """Accelerate a diffusers pipeline in place and return it.
 
@@ -70,7 +70,7 @@ def accelerate(
             decision = resolve(pipe, preset, budget, hardware, strict, {**overrides, **kept})
         before.adopt(decision, note)
         return pipe
-    handle = Acceleration(pipe, decision)
+    handle = Acceleration(decision.target.pipe, decision)
     handle.adopt(decision)
     dress(pipe, handle)
     return pipe
@@ -93,19 +93,25 @@ def attach(pipe: P) -> P:
 
 
 def plan(
-    pipe: Any,
+    pipe: object,
     preset: str | Plan | None = "auto",
     *,
     budget: Budget | None = None,
     hardware: str | Hardware | None = None,
     strict: bool = False,
-    **overrides: Any,
+    **overrides: object,
 ) -> Plan:
     """The decision `accelerate` would make with the same arguments; touches nothing."""
     return resolve(pipe, preset, budget, hardware, strict, overrides).plan
 
 
-def presets(name: str | None = None) -> Any:
+@overload
+def presets() -> list[str]: ...
+@overload
+def presets(name: None) -> list[str]: ...
+@overload
+def presets(name: str) -> str: ...
+def presets(name: str | None = None) -> list[str] | str:
     """The names of the bundled presets, or the text of one."""
     if name is not None and not isinstance(name, str):
         raise InvalidOptionError(f"name must be the name of a preset or None, got {name!r}")

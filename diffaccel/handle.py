@@ -7,9 +7,9 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
@@ -23,24 +23,27 @@ from .core.stack import Stack
 from .errors import DiffaccelError, IncompatibleError
 from .models.registry import lookup
 from .planner.levers import PLACES
-from .planner.options import require_parameters
+from .planner.options import require_parameters, wished
 from .planner.plan import Plan, PlanItem
 from .planner.resolve import Decision, Judged, resolve
 
 if TYPE_CHECKING:
+    from .core.compat import Args, Argument, Forward, Kwargs, Output
+    from .core.protocols import Pipeline
+    from .core.run import Request
     from .quantization.lora.manager import Loras
 
 CALLBACK_OBJECTS = (MultiPipelineCallbacks, PipelineCallback)
 HANDLE = "_diffaccel"  # instance attribute of an accelerated pipeline
 
 
-def handle_of(pipe: Any) -> Acceleration | None:
+def handle_of(pipe: object) -> Acceleration | None:
     """The handle of a pipeline, or None where it is not accelerated."""
     found = getattr(pipe, "__dict__", {}).get(HANDLE)
     return found if isinstance(found, Acceleration) else None
 
 
-def undress(pipe: Any) -> None:
+def undress(pipe: object) -> None:
     """Give `pipe` its own class back."""
     plain = getattr(type(pipe), PLAIN, None)
     if plain is not None:
@@ -55,7 +58,7 @@ class Acceleration:
     pipeline (in a step callback) runs on a light clone with a scheduler of its own and shared weights.
     """
 
-    def __init__(self, pipe: Any, decision: Decision) -> None:
+    def __init__(self, pipe: Pipeline, decision: Decision) -> None:
         self._pipe = weakref.ref(pipe)
         self._decision = decision
         self.report: RunReport | None = None
@@ -67,7 +70,7 @@ class Acceleration:
     # ---- what a user sees ------------------------------------------------------------------------------
 
     @property
-    def pipe(self) -> Any:
+    def pipe(self) -> Pipeline:
         """The accelerated pipeline."""
         pipe = self._pipe()
         if pipe is None:
@@ -86,7 +89,7 @@ class Acceleration:
         return replace(plan, items=items)
 
     @property
-    def wishes(self) -> dict[str, Any]:
+    def wishes(self) -> dict[str, object]:
         """What was asked for: the override values behind the plan."""
         return dict(self._decision.wishes)
 
@@ -102,7 +105,7 @@ class Acceleration:
         """Is any LoRA of ours loaded (also one without effect)?"""
         return not self.retired and bool(self._decision.wishes.get("lora_adapters"))
 
-    def restore(self) -> Any:
+    def restore(self) -> Pipeline:
         """Undo everything; returns the pipeline. See `diffaccel.restore`."""
         with self.idle("restore"):
             pipe = self.pipe
@@ -124,7 +127,7 @@ class Acceleration:
             raise IncompatibleError(f"snapshot(): {', '.join(fixed)} cannot be paused (preemptible=False)")
         return snapshots.take(run)
 
-    def resume(self, state: Snapshot) -> Any:
+    def resume(self, state: Snapshot) -> Output:
         """Go on from a snapshot.
 
         Inside the very run it was taken in, puts the run's state back and returns None. Otherwise calls the
@@ -156,7 +159,7 @@ class Acceleration:
         if self.retired:
             raise DiffaccelError(f"{verb}(): the pipeline of this handle was restored; accelerate it again first")
 
-    def owns(self, pipe: Any) -> bool:
+    def owns(self, pipe: object) -> bool:
         """Is `pipe` the pipeline of this handle (and not a shallow copy of it), and still accelerated?"""
         return self._pipe() is pipe and not self.retired
 
@@ -193,7 +196,7 @@ class Acceleration:
                 decision = decision._replace(plan=replace(decision.plan, notes=(*decision.plan.notes, *notes)))
             self._decision, self.report = decision, None
 
-    def change(self, key: str, value: str | bool | None, parameters: Mapping[str, Any] | None = None) -> None:
+    def change(self, key: str, value: str | bool | None, parameters: Mapping[str, object] | None = None) -> None:
         """Give one place another value, or none; the levers at other places stay as they are.
 
         A value that cannot act raises, as its plan item says. A place that was switched off stays off, whatever a rule
@@ -202,7 +205,7 @@ class Acceleration:
         place, wishes = PLACES[key], self.wishes
         if value is not None:
             require_parameters(key, value, parameters or ())
-        before = wishes.get(key)
+        before = wished(wishes, key)
         wishes = {k: v for k, v in wishes.items() if k != key and not place.owns(k)}
         given = {place.prefix + k: v for k, v in (parameters or {}).items() if v is not None}
         wishes = {**wishes, key: value, **given}
@@ -214,7 +217,7 @@ class Acceleration:
             note = f"{place.item(value)} took the place of {place.item(before)}"
         self.adopt(decision, note)
 
-    def decide_again(self, wishes: dict[str, Any], known: Mapping[str, Judged] | None = None) -> Decision:
+    def decide_again(self, wishes: dict[str, object], known: Mapping[str, Judged] | None = None) -> Decision:
         """A decision for other wishes, on the same machine and within the same budget; `known` is taken over."""
         old = self._decision
         new = resolve(self.pipe, None, old.plan.budget, old.target.hardware, False, wishes, known)
@@ -246,7 +249,7 @@ class Acceleration:
         runs = self._runs
         return runs[-1] if runs and runs[-1].thread == threading.get_ident() else None
 
-    def call(self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, pipe: Pipeline, call: Forward, args: Args, kwargs: Kwargs) -> Output:
         """Run the pipeline's own `__call__` (`call`) inside a run."""
         with self.lock:
             if self.retired:
@@ -255,7 +258,7 @@ class Acceleration:
                 pipe = self._clone(pipe)
             return self._call((call, pipe), args, kwargs, None)
 
-    def _call(self, bound: Any, args: Any, kwargs: dict[str, Any], state: Snapshot | None) -> Any:
+    def _call(self, bound: tuple[Forward, Pipeline], args: Args, kwargs: Kwargs, state: Snapshot | None) -> Output:
         call, pipe = bound
         with self.lock, self._frame(pipe, (bound, args, kwargs)) as run:
             if state is not None:
@@ -264,7 +267,7 @@ class Acceleration:
             return call(pipe, *args, **_own_callbacks(run, kwargs))
 
     @contextlib.contextmanager
-    def _frame(self, pipe: Any, request: Any) -> Iterator[Run]:
+    def _frame(self, pipe: Pipeline, request: Request | None) -> Iterator[Run]:
         if not self._runs:
             self.sync()
         run = Run(pipe, self.stack.target.spec.branch_name, self)
@@ -301,7 +304,7 @@ class Acceleration:
         run.outputs.clear()
         run.bar = run.step_output = None
 
-    def _clone(self, pipe: Any) -> Any:
+    def _clone(self, pipe: Pipeline) -> Pipeline:
         clone = copy.copy(pipe)
         clone.scheduler = copy.deepcopy(pipe.scheduler)
         unwatch(clone.scheduler)
@@ -311,7 +314,7 @@ class Acceleration:
 CALLBACKS = ("callback_on_step_end", "callback")  # the second is the older one of the Stable Diffusion pipelines
 
 
-def _own_callbacks(run: Run, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _own_callbacks(run: Run, kwargs: Kwargs) -> Kwargs:
     """The call's arguments, with the user's callbacks outside of the run: what they call is not the run's."""
     wrapped = dict(kwargs)
     for name in CALLBACKS:
@@ -327,17 +330,17 @@ def _own_callbacks(run: Run, kwargs: dict[str, Any]) -> dict[str, Any]:
 class _CallbackObject(MultiPipelineCallbacks):  # type: ignore[misc]
     """A callback object of diffusers (its `tensor_inputs` are those of the object inside) that calls `outside`."""
 
-    def __init__(self, inside: Any, outside: Callable[..., Any]) -> None:
+    def __init__(self, inside: PipelineCallback, outside: Forward) -> None:
         super().__init__([inside])
         self.outside = outside
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Argument, **kwargs: Argument) -> Output:
         return self.outside(*args, **kwargs)
 
 
-def _outside(run: Run, callback: Callable[..., Any]) -> Callable[..., Any]:
+def _outside(run: Run, callback: Forward) -> Forward:
     @functools.wraps(callback)
-    def outside(*args: Any, **kwargs: Any) -> Any:
+    def outside(*args: Argument, **kwargs: Argument) -> Output:
         if run.replay is not None and run.replay.covers(run):
             return {}  # a replayed step, which the callback has seen before the pause
         with suspended():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
+from dataclasses import Field, dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
 from ..errors import DiffaccelError, UnsupportedModelError
 from .place import LAST, Rank
@@ -114,6 +114,8 @@ class Site:
 
 class Accelerator(Protocol):
     """The spine of every lever: frozen config -> `check` -> `attach` (returns its undo)."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
 
     @property
     def name(self) -> str:

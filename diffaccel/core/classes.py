@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
 
 
 class SharedSubclasses:
@@ -14,7 +13,7 @@ class SharedSubclasses:
         self.mark = mark
         self._made: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
-    def of(self, cls: type, body: Callable[[type], Mapping[str, Any]]) -> type:
+    def of(self, cls: type, body: Callable[[type], Mapping[str, object]]) -> type:
         """The one subclass of `cls`: its name and module, and what `body(cls)` gives, asked for once."""
         made = self._made.get(cls)
         if made is None:

@@ -30,23 +30,14 @@ class Scheduler(Protocol):
 class Pipeline(Protocol):
     """A diffusers pipeline. Its denoisers are found by name (`spec.denoisers`), as each class has its own."""
 
+    scheduler: Scheduler
+
     @property
     def components(self) -> Mapping[str, Component]:
         """Name -> models, scheduler, tokenizers; None where one is not loaded."""
 
     def __call__(self, *args: Argument, **kwargs: Argument) -> Output:
         """From a prompt to pictures."""
-
-
-class Denoiser(Protocol):
-    """The model that a pipeline calls in each step: a `torch.nn.Module` with a config, called by keyword."""
-
-    @property
-    def config(self) -> Component:
-        """Its settings, by key and by attribute."""
-
-    def __call__(self, *args: Argument, **kwargs: Argument) -> Output:
-        """[B, ...] latents and their conditions to what the scheduler steps with."""
 
 
 class Context(Protocol):

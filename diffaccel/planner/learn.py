@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import unwrap_module
@@ -19,6 +21,9 @@ from ..core.run import Call, Run
 from ..models.infer import infer
 from ..models.registry import UNKNOWN, learned, remember
 from ..models.trace import Trace, record
+
+if TYPE_CHECKING:
+    from ..core.compat import Args, Kwargs
 
 CALLS = 2  # the second call must tell the same story as the first
 
@@ -40,7 +45,7 @@ class LearnBlocks:
             return Verdict.no("the model's blocks were looked at before")
         return Verdict.yes()
 
-    def predict(self, target: Target) -> Mapping[str, Any]:
+    def predict(self, target: Target) -> Mapping[str, object]:
         """Nothing."""
         return {"origin": "unmeasured"}
 
@@ -58,12 +63,12 @@ class LearnBlocks:
 
 
 class _Pupil(Listener):
-    def __init__(self, module: Any, component: str) -> None:
+    def __init__(self, module: torch.nn.Module, component: str) -> None:
         self.module, self.component = module, component
         self.recording = contextlib.ExitStack()
         self.trace: Trace | None = None
 
-    def begin_call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin_call(self, call: Call, args: Args, kwargs: Kwargs) -> None:
         """Record this call, unless enough were recorded."""
         if learned(self.module) is None and self.trace is None:
             self.trace = self.recording.enter_context(record(self.module))

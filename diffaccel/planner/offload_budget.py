@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,8 +12,11 @@ from ..core.compat import unwrap_module
 from ..errors import BudgetError, IncompatibleError
 from ..ledger.hardware import GIB
 from .levers import PLACES
-from .options import Budget, build
+from .options import Budget, build, wished
 from .plan import PlanItem
+
+if TYPE_CHECKING:
+    from ..core.protocols import Pipeline
 
 HEADROOM = 0.15  # assumed: the share of a GPU that computing takes beside weights, where nobody gave a budget
 
@@ -21,17 +24,17 @@ HEADROOM = 0.15  # assumed: the share of a GPU that computing takes beside weigh
 class Limited(NamedTuple):
     """The wishes, less an offload that is not needed; then the plan item that says so."""
 
-    wishes: dict[str, Any]
+    wishes: dict[str, object]
     item: PlanItem | None
 
 
-def limit_memory(target: Target, budget: Budget, wishes: dict[str, Any], explicit: bool) -> Limited:
+def limit_memory(target: Target, budget: Budget, wishes: dict[str, object], explicit: bool) -> Limited:
     """Offload within the memory budget. A preset's offload (not `explicit`) acts only where weights do not fit.
 
     Raises:
         BudgetError: the weights do not fit into `memory_gib`, neither as wished; says what would.
     """
-    wish = wishes.get("offload")
+    wish = wished(wishes, "offload")
     if budget.memory_gib is None and not wish:
         return Limited(wishes, None)
     place = PLACES["offload"]
@@ -53,7 +56,7 @@ def limit_memory(target: Target, budget: Budget, wishes: dict[str, Any], explici
     raise BudgetError(f"{_taken(sizes, budget)}. {_what_fits(target, budget.memory_gib)}")
 
 
-def _sizes(pipe: Any) -> dict[str, int]:
+def _sizes(pipe: Pipeline) -> dict[str, int]:
     return {
         name: sum(_bytes(p) for p in unwrap_module(component).parameters())
         for name, component in pipe.components.items()
@@ -69,10 +72,10 @@ def _bytes(tensor: torch.Tensor) -> int:
     return sum(_bytes(getattr(tensor, name)) for name in inner()[0])
 
 
-def _quantized(target: Target, budget: Budget, wishes: dict[str, Any]) -> dict[str, int]:
+def _quantized(target: Target, budget: Budget, wishes: dict[str, object]) -> dict[str, int]:
     """What the weights of each component will take under the quantization that is wished for, where it can act."""
-    wish = wishes.get("quantization")
-    if wish not in PLACES["quantization"].ready or wish in (None, False) or budget.min_psnr_db is not None:
+    wish = wished(wishes, "quantization")
+    if not wish or wish not in PLACES["quantization"].ready or budget.min_psnr_db is not None:
         return {}
     lever = build("quantization", wish, wishes)
     say: Callable[[Target], dict[str, int]] | None = getattr(lever, "bytes_after", None)
@@ -101,7 +104,7 @@ def _not_needed(target: Target, budget: Budget, whole: float) -> str | None:
     return f"not needed: the weights take {_gib(whole)} GiB, which fit into {room}" if whole <= limit else None
 
 
-def _limited(wishes: dict[str, Any], wish: Any, memory_gib: float) -> dict[str, Any]:
+def _limited(wishes: dict[str, object], wish: str | bool, memory_gib: float) -> dict[str, object]:
     """Tell a lever that takes a limit in bytes (and was given none) about it."""
     if wish != "stage":
         return wishes

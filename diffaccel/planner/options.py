@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from ..core.accelerator import Accelerator, Fidelity
 from ..core.options import above, plain, short, take
@@ -51,7 +50,7 @@ class Budget:
     fidelity: str = "lossy"
     max_seconds: float | None = None
 
-    def __new__(cls, *given: Any, **named: Any) -> Budget:
+    def __new__(cls, *given: object, **named: object) -> Budget:
         """Refuses names that there are not in a sentence, where Python would say less."""
         names = [field.name for field in fields(cls)]
         for name, value in named.items():
@@ -75,6 +74,12 @@ def parameter_names(place: Place, value: str | bool | None) -> list[str]:
     return [] if lever is None else [f.name for f in fields(lever.config()) if f.name not in lever.fixed]
 
 
+def wished(wishes: Mapping[str, object], key: str) -> str | bool:
+    """The value that is asked for at a place; False where none is."""
+    value = wishes.get(key)
+    return value if isinstance(value, (str, bool)) else False
+
+
 def override_keys() -> list[str]:
     """Every override key `accelerate` knows. Imports every lever: for messages only."""
     keys = set(PLACES)
@@ -83,7 +88,7 @@ def override_keys() -> list[str]:
     return sorted(keys)
 
 
-def validate(wishes: dict[str, Any]) -> dict[str, Any]:
+def validate(wishes: dict[str, object]) -> dict[str, object]:
     """The same wishes. Raises InvalidOptionError for unknown names and values."""
     for key, value in wishes.items():
         place = PLACES.get(key)
@@ -99,14 +104,14 @@ def validate(wishes: dict[str, Any]) -> dict[str, Any]:
     return {key: plain(value) for key, value in wishes.items()}
 
 
-def _allowed(place: Place, value: Any) -> bool:
+def _allowed(place: Place, value: object) -> bool:
     return isinstance(value, bool if place.switch else str) and value in place.values
 
 
-def _require_known(key: str, wishes: dict[str, Any]) -> None:
+def _require_known(key: str, wishes: dict[str, object]) -> None:
     """Raise unless some value of the place that this key belongs to has such a parameter."""
     owner = owner_of(key)
-    chosen = None if owner is None else wishes.get(owner.key)
+    chosen = owner is not None and wished(wishes, owner.key)
     if owner is not None and chosen and key.removeprefix(owner.prefix) in parameter_names(owner, chosen):
         return
     known = override_keys()
@@ -120,12 +125,12 @@ def likely(name: str, names: Collection[str], prefix: str = "") -> list[str]:
     return (other[:1] + [near for near in closest(name, names) if near not in other[:1]])[:3]
 
 
-def _no_option(key: str, wishes: dict[str, Any], known: list[str]) -> InvalidOptionError:
+def _no_option(key: str, wishes: dict[str, object], known: list[str]) -> InvalidOptionError:
     """The error for an option that there is not, with the near ones of its place."""
     owner = owner_of(key)
     if owner is None:
         return unknown("option", key, [*known, *ARGUMENTS], likely(key, [*known, *ARGUMENTS]))
-    names = [owner.prefix + name for name in parameter_names(owner, wishes.get(owner.key))]
+    names = [owner.prefix + name for name in parameter_names(owner, wished(wishes, owner.key))]
     names = names or [name for name in known if owner.owns(name)]
     return unknown("option", key, names, likely(key, names, owner.prefix))
 
@@ -138,12 +143,12 @@ def require_parameters(key: str, value: str | bool, parameters: Iterable[str]) -
             raise unknown(f"option of {PLACES[key].item(value)}", name, names, likely(name, names))
 
 
-def build(key: str, value: str | bool, wishes: dict[str, Any]) -> Accelerator:
+def build(key: str, value: str | bool, wishes: dict[str, object]) -> Accelerator:
     """The accelerator config of one wish (the value must be one this version has)."""
     place = PLACES[key]
     lever = place.levers[str(value)]
     names = parameter_names(place, value)
-    parameters = {}
+    parameters: dict[str, object] = {}
     for wish, given in wishes.items():
         if owner_of(wish) is place:
             name = wish.removeprefix(place.prefix)

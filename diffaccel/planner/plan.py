@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict, TypeVar, cast
 
 from ..errors import InvalidOptionError, unknown
 from . import toml
 from .options import Budget
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 STATUSES = ("enabled", "skipped", "refused")
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: object) -> object:
     return tuple(_frozen(entry) for entry in value) if isinstance(value, (list, tuple)) else value
 
 
@@ -31,15 +35,36 @@ class PlanItem:
     status: str
     reason: str
     fidelity: str
-    params: Mapping[str, Any] = field(default_factory=dict)
-    predicted: Mapping[str, Any] = field(default_factory=dict)
-    measured: Mapping[str, Any] | None = None
+    params: Mapping[str, object] = field(default_factory=dict)
+    predicted: Mapping[str, object] = field(default_factory=dict)
+    measured: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
             raise unknown("plan item status", str(self.status), STATUSES)
         # JSON and TOML know one kind of sequence: a plan that was written and read again equals the one before.
         object.__setattr__(self, "params", {key: _frozen(value) for key, value in self.params.items()})
+
+
+class BudgetTable(TypedDict, total=False):
+    """A budget as plain data."""
+
+    memory_gib: float | None
+    min_psnr_db: float | None
+    fidelity: str
+    max_seconds: float | None
+
+
+class PlanTable(TypedDict, total=False):
+    """A plan as plain data."""
+
+    preset: str
+    pipeline: str
+    family: str
+    hardware: str
+    items: Sequence[Mapping[str, object]]
+    budget: BudgetTable
+    notes: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -68,27 +93,27 @@ class Plan:
 
     # ---- plain data ------------------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> PlanTable:
         """Plain data, ready for JSON."""
         data = asdict(self)
         data["items"] = [{**item, "params": dict(item["params"])} for item in data["items"]]
         data["notes"] = list(self.notes)
-        return data
+        return cast(PlanTable, data)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+    def from_dict(cls, data: Mapping[str, object]) -> Plan:
         """The inverse of `to_dict`. Unknown keys raise InvalidOptionError with the nearest name."""
         _known(cls, data, "plan")
+        table = cast(PlanTable, data)
         items = []
-        for row in data.get("items", ()):
+        for row in table.get("items", ()):
             _known(PlanItem, row, "plan item")
             items.append(_make(PlanItem, row, "plan item"))
-        budget = dict(data.get("budget") or {})
+        budget = table.get("budget") or BudgetTable()
         _known(Budget, budget, "budget")
         rest = {k: v for k, v in data.items() if k not in ("items", "budget", "notes")}
-        notes = tuple(data.get("notes", ()))
-        made: Plan = _make(cls, {**rest, "items": tuple(items), "budget": Budget(**budget), "notes": notes}, "plan")
-        return made
+        notes = tuple(table.get("notes", ()))
+        return _make(cls, {**rest, "items": tuple(items), "budget": Budget(**budget), "notes": notes}, "plan")
 
     def to_toml(self) -> str:
         """The plan as TOML; `from_toml` reads it back.
@@ -102,9 +127,8 @@ class Plan:
             )
         if any(item.name == "lora" and item.status == "enabled" for item in self.items):
             raise InvalidOptionError("lora: no TOML file can hold the weights of a LoRA: keep loras.load(...)")
-        data = self.to_dict()
-        data["budget"] = {k: v for k, v in data["budget"].items() if v is not None}
-        return toml.dumps(data)
+        budget = {k: v for k, v in asdict(self.budget).items() if v is not None}
+        return toml.dumps({**self.to_dict(), "budget": budget})
 
     @classmethod
     def from_toml(cls, text: str) -> Plan:
@@ -155,7 +179,7 @@ def _why(item: PlanItem) -> str:
     return "; ".join(part for part in (setting if item.status == "enabled" else "", item.reason) if part)
 
 
-def _gain(values: Mapping[str, Any] | None) -> str:
+def _gain(values: Mapping[str, object] | None) -> str:
     if not values:
         return ""
     if set(values) == {"origin"}:
@@ -163,7 +187,7 @@ def _gain(values: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{k} {v}" for k, v in values.items() if k != "origin") + f" ({values.get('origin', '?')})"
 
 
-def _known(cls: type[Any], data: Mapping[str, Any], what: str) -> None:
+def _known(cls: type[DataclassInstance], data: Mapping[str, object], what: str) -> None:
     if not isinstance(data, Mapping):
         raise InvalidOptionError(f"a {what} must be a table of names and values, got {type(data).__name__}")
     allowed = [f.name for f in fields(cls)]
@@ -172,7 +196,7 @@ def _known(cls: type[Any], data: Mapping[str, Any], what: str) -> None:
             raise unknown(f"{what} key", str(key), allowed)
 
 
-def _make(cls: type[Any], data: Mapping[str, Any], what: str) -> Any:
+def _make(cls: Callable[..., T], data: Mapping[str, object], what: str) -> T:
     try:
         return cls(**data)
     except TypeError as error:

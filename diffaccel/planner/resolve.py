@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,10 +23,13 @@ from . import toml
 from .learn import LearnBlocks
 from .levers import PLACES, RULES, in_order
 from .offload_budget import limit_memory
-from .options import Budget, build, validate
+from .options import Budget, build, validate, wished
 from .plan import Plan, PlanItem
 from .presets import Preset, load
 from .presets.fitting import fit
+
+if TYPE_CHECKING:
+    from ..core.protocols import Pipeline
 
 LATER = "not in this version"
 
@@ -45,7 +48,7 @@ class Decision(NamedTuple):
     plan: Plan
     levers: tuple[Placed, ...]
     target: Target
-    wishes: dict[str, Any]
+    wishes: dict[str, object]
     judged: Mapping[str, Judged]  # by place
 
     def require(self, key: str) -> None:
@@ -53,12 +56,12 @@ class Decision(NamedTuple):
         if key in self.judged:
             _require(self.judged[key])
 
-    def untouched(self, key: str, wishes: Mapping[str, Any]) -> dict[str, Judged]:
+    def untouched(self, key: str, wishes: Mapping[str, object]) -> dict[str, Judged]:
         """The judgements that still stand where only the place `key` is asked for something else."""
         if PLACES[key].slot is Slot.WEIGHT:
             return {}  # what others said of the weights may no longer be true
 
-        def asked(wishes: Mapping[str, Any], place: str) -> dict[str, Any]:
+        def asked(wishes: Mapping[str, object], place: str) -> dict[str, object]:
             return {name: value for name, value in wishes.items() if name == place or PLACES[place].owns(name)}
 
         return {
@@ -68,8 +71,8 @@ class Decision(NamedTuple):
         }
 
 
-def require_pipeline(pipe: Any, weights: bool = True) -> None:
-    """Raise unless `pipe` is a diffusers pipeline (with its weights in place)."""
+def require_pipeline(pipe: object, weights: bool = True) -> Pipeline:
+    """`pipe`. Raises InvalidPipelineError unless it is a diffusers pipeline (with its weights in place)."""
     from diffusers import DiffusionPipeline
 
     if not isinstance(pipe, DiffusionPipeline):
@@ -85,9 +88,11 @@ def require_pipeline(pipe: Any, weights: bool = True) -> None:
                     f"pipe.{name}: {missing} of {total} parameters are on the meta device (no weights loaded); load "
                     "the pipeline fully before accelerating it"
                 )
+    found: Pipeline = pipe
+    return found
 
 
-def choose_hardware(pipe: Any, hardware: str | Hardware | None) -> Hardware:
+def choose_hardware(pipe: object, hardware: str | Hardware | None) -> Hardware:
     """The named machine, or the one the pipeline runs on."""
     if isinstance(hardware, Hardware):
         return hardware
@@ -100,7 +105,7 @@ def choose_hardware(pipe: Any, hardware: str | Hardware | None) -> Hardware:
     return machines.detect("cpu" if device is None else torch.device(device).type)
 
 
-def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, Any]) -> tuple[Preset, dict[str, Any]]:
+def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, object]) -> tuple[Preset, dict[str, object]]:
     """(preset, its wishes with the overrides on top)."""
     if isinstance(preset, Preset):
         base = preset
@@ -122,7 +127,7 @@ def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, Any]) -> 
     return base, validate(wishes)
 
 
-def _plan_in_file(preset: Any) -> Any:
+def _plan_in_file(preset: str | Plan | None) -> str | Plan | None:
     """The Plan, where `preset` is the path to one that `Plan.to_toml` wrote; else `preset` as it is."""
     if isinstance(preset, (str, os.PathLike)) and os.fspath(preset).endswith(".toml") and os.path.isfile(preset):
         text = Path(preset).read_text(encoding="utf-8")
@@ -139,9 +144,9 @@ def _stands_for(item: PlanItem, place: Place, value: str | bool) -> bool:
     return len(twins) == 1 or place.levers[str(value)].config().fidelity.value == item.fidelity
 
 
-def _wishes_of(plan: Plan) -> dict[str, Any]:
+def _wishes_of(plan: Plan) -> dict[str, object]:
     """The override values that stand for a plan's enabled items."""
-    wishes: dict[str, Any] = {}
+    wishes: dict[str, object] = {}
     names = [place.item(value) for place in PLACES.values() for value in place.values]
     for item in plan.items:
         if item.status == "enabled" and item.name not in names:
@@ -156,12 +161,12 @@ def _wishes_of(plan: Plan) -> dict[str, Any]:
 
 
 def resolve(
-    pipe: Any,
+    pipe: object,
     preset: str | Plan | None,
     budget: Budget | None,
     hardware: str | Hardware | None,
     strict: bool,
-    overrides: Mapping[str, Any],
+    overrides: Mapping[str, object],
     known: Mapping[str, Judged] | None = None,
 ) -> Decision:
     """Decide what is on. With `strict`, anything that cannot act raises instead of being skipped. `known` are places
@@ -176,7 +181,7 @@ def resolve(
         )
     if budget is None:
         budget = preset.budget if isinstance(preset, Plan) else Budget(fidelity=base.fidelity or "lossy")
-    require_pipeline(pipe)
+    pipe = require_pipeline(pipe)
     target = Target(pipe, lookup(pipe), choose_hardware(pipe, hardware))
     if base.families is not None and target.spec.family not in base.families:
         raise UnsupportedModelError(
@@ -219,7 +224,7 @@ class _Choice:
 
 def _choose(
     target: Target,
-    wishes: dict[str, Any],
+    wishes: dict[str, object],
     unneeded: PlanItem | None,
     worst: Fidelity,
     budget: Budget,
@@ -248,15 +253,15 @@ def _require(row: Judged) -> None:
         raise row.verdict.error(f"{row.item.name}: {row.verdict.reason}")
 
 
-def _remarks(wishes: dict[str, Any], target: Target) -> tuple[str, ...]:
+def _remarks(wishes: dict[str, object], target: Target) -> tuple[str, ...]:
     """What the rules say about these wishes here."""
     kind = target.hardware.kind
     device = f"{kind} with INT8 units" if kind == "cpu" and int8_units() else kind
     return tuple(rule.remark for rule in RULES if rule.holds(wishes, device))
 
 
-def _decide(place: Place, wishes: dict[str, Any], target: Target, worst: Fidelity, budget: Budget) -> Judged:
-    value = wishes[place.key]
+def _decide(place: Place, wishes: dict[str, object], target: Target, worst: Fidelity, budget: Budget) -> Judged:
+    value = wished(wishes, place.key)
     name = place.item(value)
     if value not in place.ready:
         ready = ", ".join(repr(v) for v in place.ready if v is not False)
@@ -275,7 +280,7 @@ def _decide(place: Place, wishes: dict[str, Any], target: Target, worst: Fidelit
         )
     # asdict would take nested configs apart; an accelerator that holds some says itself what a plan shows.
     own = getattr(accelerator, "params", None)
-    params = {} if not verdict.ok else own() if own is not None else asdict(accelerator)  # type: ignore[call-overload]
+    params = {} if not verdict.ok else own() if own is not None else asdict(accelerator)
     fixed = place.levers[str(value)].fixed  # what the value itself says
     item = PlanItem(
         name=name,

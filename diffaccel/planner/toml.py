@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tomllib
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 from ..errors import InvalidOptionError
 
 
-def loads(text: str, origin: str) -> dict[str, Any]:
+def loads(text: str, origin: str) -> dict[str, object]:
     """Parse TOML; `origin` names the source in the error."""
     try:
         return tomllib.loads(text)
@@ -17,7 +18,7 @@ def loads(text: str, origin: str) -> dict[str, Any]:
         raise InvalidOptionError(f"{origin} is not valid TOML: {error}") from error
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
@@ -31,7 +32,7 @@ def _value(value: Any) -> str:
     raise InvalidOptionError(f"cannot write {value!r} ({type(value).__name__}) as TOML")
 
 
-def dumps(data: dict[str, Any]) -> str:
+def dumps(data: Mapping[str, object]) -> str:
     """Write a plain dict: scalars first, lists of dicts as arrays of tables. None is left out."""
     lines = [f"{k} = {_value(v)}" for k, v in data.items() if v is not None and not _is_tables(v)]
     for key, tables in data.items():
@@ -42,5 +43,5 @@ def dumps(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _is_tables(value: Any) -> bool:
+def _is_tables(value: object) -> TypeGuard[Sequence[Mapping[str, object]]]:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(v, dict) for v in value)

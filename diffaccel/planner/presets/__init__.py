@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 from ...errors import InvalidOptionError, unknown
 from ...ledger.hardware import KINDS
@@ -16,6 +16,24 @@ from . import third_party
 KEYS = ("description", "families", "hardware", "fidelity", "wishes", "on")
 DEVICES = tuple(KINDS)
 ON_KEYS = ("why", "wishes")
+
+
+class OnDevice(TypedDict, total=False):
+    """What is different on one kind of device, and why."""
+
+    why: str
+    wishes: Mapping[str, object]
+
+
+class PresetTable(TypedDict, total=False):
+    """The text of a preset as plain data."""
+
+    description: str
+    families: Sequence[str]
+    hardware: str
+    fidelity: str
+    wishes: Mapping[str, object]
+    on: Mapping[str, OnDevice]
 
 
 @dataclass(frozen=True)
@@ -28,12 +46,12 @@ class Preset:
     """
 
     name: str
-    wishes: dict[str, Any] = field(default_factory=dict)
+    wishes: dict[str, object] = field(default_factory=dict)
     description: str = ""
     families: tuple[str, ...] | None = None
     hardware: str | None = None
     fidelity: str | None = None
-    on: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    on: Mapping[str, OnDevice] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -77,8 +95,9 @@ def load(name: str) -> Preset:
 
 def parse(source: str, name: str) -> Preset:
     """A preset from its text. Unknown keys raise with the nearest name."""
-    data = toml.loads(source, f"preset {name!r}")
-    _known(name, data, KEYS)
+    found = toml.loads(source, f"preset {name!r}")
+    _known(name, found, KEYS)
+    data = cast(PresetTable, found)
     on = data.get("on", {})
     _known(name, on, DEVICES)
     for table in on.values():
@@ -95,7 +114,7 @@ def parse(source: str, name: str) -> Preset:
     )
 
 
-def _known(name: str, table: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+def _known(name: str, table: Mapping[str, object], allowed: tuple[str, ...]) -> None:
     if not isinstance(table, Mapping):
         raise InvalidOptionError(f"preset {name!r}: expected a table with {', '.join(allowed)}, got {table!r}")
     for key in table:

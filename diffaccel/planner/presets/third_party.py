@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from importlib import metadata, resources
-from typing import Any
 
 from ...errors import InvalidOptionError
 
@@ -40,7 +39,7 @@ def text(name: str) -> str:
     return source
 
 
-def readable(parse: Callable[[str, str], Any]) -> list[str]:
+def readable(parse: Callable[[str, str], object]) -> list[str]:
     """Names of the announced presets that load and parse; each other one is a warning that names it."""
     good = []
     for name in entry_points():
@@ -57,7 +56,7 @@ def _where(entry: metadata.EntryPoint) -> str:
     return f"preset {entry.name!r}{package} (entry point {entry.value!r})"
 
 
-def _read(entry: metadata.EntryPoint) -> Any:
+def _read(entry: metadata.EntryPoint) -> object:
     if entry.value.endswith(".toml"):
         package, _, path = entry.value.partition(":")
         return resources.files(package.strip()).joinpath(*path.strip().split("/")).read_text(encoding="utf-8")

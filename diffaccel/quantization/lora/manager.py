@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -33,8 +33,7 @@ class Loras:
     @property
     def adapters(self) -> tuple[Adapter, ...]:
         """What is loaded, in order."""
-        found: tuple[Adapter, ...] = self._handle.wishes.get("lora_adapters", ())
-        return found
+        return cast("tuple[Adapter, ...]", self._handle.wishes.get("lora_adapters", ()))
 
     @property
     def strengths(self) -> dict[str, float]:
