@@ -234,6 +234,21 @@ class Acceleration:
             self.adopt(self.decide_again(self.wishes), "planned anew: the model is known better now")
         self.stack.relink()
 
+    @contextlib.contextmanager
+    def aside(self, verb: str) -> Iterator[Decision]:
+        """The pipeline as if it had never been accelerated, for the length of the `with`; then all is on again."""
+        with self.idle(verb):
+            pipe, decision, dressed = self.pipe, self._decision, type(self.pipe)
+            placed = self.stack.placed
+            self.stack.undo()
+            undress(pipe)
+            try:
+                yield decision
+            finally:
+                object.__setattr__(pipe, "__class__", dressed)
+                vars(pipe)[HANDLE] = self
+                self.stack.put(decision.target, placed)
+
     # ---- running ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager

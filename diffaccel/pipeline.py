@@ -6,6 +6,7 @@ of diffusers go on as before; the class of diffusers itself is never written to.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 import weakref
@@ -103,10 +104,20 @@ class Accelerated:
         return clone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise IncompatibleError(
-            "copy.deepcopy of an accelerated pipeline: the copy's hooks would run the original's weights. Call "
-            "diffaccel.restore(pipe) first, copy, then accelerate both."
-        )
+        """A pipeline of its own, weights and all, with the same levers on. While it is made the levers are off here;
+        an edit that cannot be undone refuses, with nothing changed."""
+        handle = self.acceleration
+        if not handle.owns(self):
+            raise IncompatibleError(
+                "copy.deepcopy of a shallow copy of an accelerated pipeline: copy the pipeline itself, or call "
+                "diffaccel.restore(pipe) first"
+            )
+        with handle.aside("copy.deepcopy") as decision:
+            made = copy.deepcopy(self, memo)
+        again = Acceleration(made, decision)
+        again.adopt(again.decide_again(dict(decision.wishes)))
+        dress(made, again)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise IncompatibleError(

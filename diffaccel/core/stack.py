@@ -34,6 +34,11 @@ class Stack:
         """In slot order."""
         return [edit for _, edit in self._rows]
 
+    @property
+    def placed(self) -> list[Placed]:
+        """What the edits are of, in slot order."""
+        return [placed for placed, _ in self._rows]
+
     # ---- from one set of levers to another -------------------------------------------------------------
 
     @host_edit
@@ -46,7 +51,7 @@ class Stack:
         """
         if self.attached and self._same(target):
             return self._change(target, wanted)
-        old, before = (self.target, [placed for placed, _ in self._rows]) if self.attached else (None, [])
+        old, before = (self.target, self.placed) if self.attached else (None, [])
         if old is not None:
             self.undo()
         try:

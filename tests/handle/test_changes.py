@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline, FirstBlockCacheConfig, WanVideoToVideoP
 
 from diffaccel import Plan, accelerate, attach, plan, restore
 from diffaccel.errors import IncompatibleError
-from tests import fingerprint, tiny
+from tests import tiny
 from tests.invariants.levers import (
     CACHE_ITEM,
     REUSE_ALL,
@@ -303,21 +303,56 @@ def test_a_report_pickles(family: str) -> None:
 
 @pytest.mark.parametrize("lever", ["attach", "cache"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_deepcopy_is_refused_by_name(family: str, lever: str) -> None:
-    """The refusal names deepcopy and the way out, leaves the pipeline as it was, and the way out works."""
+def test_a_deep_copy_is_a_pipeline_of_its_own(family: str, lever: str) -> None:
+    """Same levers, same picture, own weights; the original is as it was, and each is undone alone."""
     pipe = accelerated(family, lever)
     before = tiny.run(pipe, family)
-    untouched = fingerprint.snapshot_pipe(pipe)
-    with pytest.raises(IncompatibleError, match=r"deepcopy.*restore"):
-        copy.deepcopy(pipe)
-    with pytest.raises(IncompatibleError, match="deepcopy"):
-        copy.deepcopy({"one": [pipe]})
-    fingerprint.assert_same(untouched, fingerprint.snapshot_pipe(pipe))
+    [clone] = copy.deepcopy({"one": [pipe]})["one"]
+    assert (
+        clone.acceleration is not pipe.acceleration
+        and clone.acceleration.plan.enabled == pipe.acceleration.plan.enabled
+    )
+    assert torch.equal(tiny.run(clone, family), before) and torch.equal(tiny.run(pipe, family), before)
+    with torch.no_grad():
+        for parameter in tiny.denoiser(clone).parameters():
+            parameter.mul_(0.5)
+    assert not torch.equal(tiny.run(clone, family), before), "the copy computes with its own weights"
     assert torch.equal(tiny.run(pipe, family), before)
-    clone = copy.deepcopy(restore(pipe))
-    for tested in (pipe, clone):
-        put_on(tested, family, lever)
-        assert torch.equal(tiny.run(tested, family), before)
+    restore(pipe)
+    assert "_diffusers_hook" in vars(tiny.denoiser(clone)), "restoring one leaves the other"
+    assert torch.equal(tiny.run(pipe, family), plain(family))
+
+
+@pytest.mark.parametrize("options", [
+    {"quantization": "int8"},
+    {"quantization": "svdquant"},
+    {"offload": "layerwise", "offload_store": "disk"},
+    {"offload": "stage", "offload_store": "disk"},
+    {"attention": "flex", "vae_tiling": "exact"},
+], ids=str)  # fmt: skip
+def test_a_deep_copy_of_every_kind_of_lever(options: dict[str, Any]) -> None:
+    pipe = accelerate(tiny.build("flux"), None, **options)
+    before = tiny.run(pipe, "flux")
+    clone = copy.deepcopy(pipe)
+    assert torch.equal(tiny.run(clone, "flux"), before) and torch.equal(tiny.run(pipe, "flux"), before)
+    assert torch.equal(tiny.run(restore(clone), "flux"), plain("flux"))
+    assert torch.equal(tiny.run(pipe, "flux"), before)
+
+
+def test_a_deep_copy_that_fails_leaves_the_pipeline_accelerated() -> None:
+    pipe = accelerated("flux", "cache")
+    before, plan = tiny.run(pipe, "flux"), pipe.acceleration.plan.enabled
+
+    class Stubborn:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise RuntimeError("not this one")
+
+    pipe.stubborn = Stubborn()
+    with pytest.raises(RuntimeError, match="not this one"):
+        copy.deepcopy(pipe)
+    assert pipe.acceleration.plan.enabled == plan and torch.equal(tiny.run(pipe, "flux"), before)
+    with pytest.raises(IncompatibleError, match=r"deepcopy.*shallow"):
+        copy.deepcopy(copy.copy(pipe))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
