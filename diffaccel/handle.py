@@ -342,7 +342,7 @@ def _own_callbacks(run: Run, kwargs: Kwargs) -> Kwargs:
     return wrapped
 
 
-class _CallbackObject(MultiPipelineCallbacks):  # type: ignore[misc]
+class _CallbackObject(MultiPipelineCallbacks):
     """A callback object of diffusers (its `tensor_inputs` are those of the object inside) that calls `outside`."""
 
     def __init__(self, inside: PipelineCallback, outside: Forward) -> None:

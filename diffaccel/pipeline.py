@@ -10,9 +10,8 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 import torch
 
@@ -23,6 +22,12 @@ from .core.run import current_run
 from .errors import IncompatibleError, UnknownVerbError, clipped, nearest
 from .handle import HANDLE, Acceleration, handle_of
 from .planner.levers import PLACES
+
+if TYPE_CHECKING:
+    from .core.compat import Argument, Component, Forward, Output
+    from .core.protocols import Pipeline
+
+P = TypeVar("P", bound="Accelerated")
 
 LORA_VERBS = (
     "load_lora_weights", "unload_lora_weights", "set_adapters", "disable_lora", "enable_lora", "delete_adapters",
@@ -44,32 +49,34 @@ class Accelerated:
             raise AttributeError(f"this {type(self).__name__} is not accelerated: call diffaccel.accelerate(pipe)")
         return handle
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Component:
         if not name.startswith(("enable_", "disable_")):
             return super().__getattr__(name)  # type: ignore[misc]
         verbs = [verb for verb in dir(type(self)) if verb.startswith(("enable_", "disable_"))]
         raise UnknownVerbError(f"{type(self).__name__} has no {clipped(name)}: {nearest(name, verbs)}")
 
     @property
-    def device(self) -> Any:
+    def device(self) -> torch.device:
         """Diffusers' own; while an offload lever has the weights elsewhere, where the components compute."""
         found = vars(self).get(DEVICE)
-        return super().device if found is None else found  # type: ignore[misc]
+        device: torch.device = super().device if found is None else found  # type: ignore[misc]
+        return device
 
     @property
-    def _execution_device(self) -> Any:
+    def _execution_device(self) -> torch.device:
         found = vars(self).get(DEVICE)
-        return super()._execution_device if found is None else found  # type: ignore[misc]
+        device: torch.device = super()._execution_device if found is None else found  # type: ignore[misc]
+        return device
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
+    def to(self, *args: Argument, **kwargs: Argument) -> Self:
         """Diffusers' own; where an offload lever moves the components, they compute on this device from now on."""
-        moved = super().to(*args, **kwargs)  # type: ignore[misc]
+        moved: Self = super().to(*args, **kwargs)  # type: ignore[misc]
         for value in (*args, *kwargs.values()) if DEVICE in vars(self) else ():
             if isinstance(value, (str, torch.device)):
                 vars(self)[DEVICE] = torch.device(value)
         return moved
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, *args: Argument, **kwargs: Argument) -> None:
         """Diffusers' own; refused while weights are quantized or LoRAs are on, which its files cannot hold."""
         if self.acceleration.has_loras:
             from .quantization.lora.verbs import require_no_loras
@@ -83,14 +90,14 @@ class Accelerated:
             )
         from .quantization.weights import holds_scaled
 
-        if any(holds_scaled(part) for part in self.components.values()):  # type: ignore[attr-defined]
+        if any(holds_scaled(part) for part in self.components.values()):
             raise IncompatibleError(
                 "save_pretrained: the weights came from load_quantized, and diffusers' files cannot hold them; keep "
                 "the checkpoint that they were read from"
             )
         super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
-    def progress_bar(self, iterable: Any = None, total: Any = None) -> Any:
+    def progress_bar(self, iterable: Argument = None, total: int | None = None) -> Output:
         """Diffusers' own bar; during an accelerated run its postfix counts the cached calls."""
         bar = super().progress_bar(iterable, total)  # type: ignore[misc]
         run = current_run()
@@ -98,12 +105,12 @@ class Accelerated:
             run.bar = bar
         return bar
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> Self:
         clone = object.__new__(type(self))
         vars(clone).update(vars(self))
         return clone
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Component:
         """A pipeline of its own, weights and all, with the same levers on. While it is made the levers are off here;
         an edit that cannot be undone refuses, with nothing changed."""
         handle = self.acceleration
@@ -113,74 +120,76 @@ class Accelerated:
                 "diffaccel.restore(pipe) first"
             )
         with handle.aside("copy.deepcopy") as decision:
-            made = copy.deepcopy(self, memo)
+            made: Component = copy.deepcopy(self, memo)
         again = Acceleration(made, decision)
         again.adopt(again.decide_again(dict(decision.wishes)))
         dress(made, again)
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise IncompatibleError(
             "pickle of an accelerated pipeline: call diffaccel.restore(pipe) first, then pickle it"
         )
 
     # Verbs whose place has no method registry.
 
-    def enable_attention(self, backend: str = "auto") -> Any:
+    def enable_attention(self, backend: str = "auto") -> Self:
         """Choose the attention backend of the denoisers: "auto", "native", "flash", "flash3", "cudnn", "xformers",
         "flex" or "sage"."""
         return _enable(self, "attention", backend, {})
 
-    def enable_sage_attention(self, variant: str = "auto", **parameters: Any) -> Any:
+    def enable_sage_attention(self, variant: str = "auto", **parameters: object) -> Self:
         """8-bit attention; keywords are those of `attention.sage.config.SageAttention`."""
         return _enable(self, "attention", "sage", {"variant": variant, **parameters})
 
-    def enable_sparse_attention(self, method: Any = "auto", **parameters: Any) -> Any:
+    def enable_sparse_attention(self, method: object = "auto", **parameters: object) -> Self:
         """Block-sparse self-attention for video: "radial", "sta", "svg", "svg2", "topk", "auto" (by geometry and
         length), or a callable that makes the plan; keywords are those of `attention.sparse.config.SparseAttention`."""
         if not isinstance(method, str):
             return _enable(self, "attention", "custom", {"method": method, **parameters})
         return _enable(self, "attention", "sparse_auto" if method == "auto" else method, parameters)
 
-    def disable_attention(self) -> Any:
+    def disable_attention(self) -> Self:
         """Back to the attention the pipeline came with."""
         return _disable(self, "attention")
 
-    def enable_fp8(self, **parameters: Any) -> Any:
+    def enable_fp8(self, **parameters: object) -> Self:
         """8-bit floating-point weights (and activations); keywords are those of `quantization.fp8_int8.Fp8`."""
         return _enable(self, "quantization", "fp8", parameters)
 
-    def enable_int8(self, **parameters: Any) -> Any:
+    def enable_int8(self, **parameters: object) -> Self:
         """8-bit integer weights (and activations); keywords are those of `quantization.fp8_int8.Int8`."""
         return _enable(self, "quantization", "int8", parameters)
 
-    def enable_svdquant(self, **parameters: Any) -> Any:
+    def enable_svdquant(self, **parameters: object) -> Self:
         """4-bit weights and activations with a low-rank branch; keywords are those of
         `quantization.svdquant.SvdQuant`."""
         return _enable(self, "quantization", "svdquant", parameters)
 
-    def disable_quantization(self) -> Any:
+    def disable_quantization(self) -> Self:
         """Back to the weights the pipeline came with, bit by bit; refused where it came with quantized ones."""
         from .quantization.base import require_originals
 
         require_originals(self)
         return _disable(self, "quantization")
 
-    def enable_layerwise_offload(self, **parameters: Any) -> Any:
+    def enable_layerwise_offload(self, **parameters: object) -> Self:
         """Few blocks resident, the rest on the host or on disk; keywords are those of
         `offload.layerwise.config.LayerwiseOffload`."""
         return _enable(self, "offload", "layerwise", parameters)
 
-    def enable_stage_offload(self, **parameters: Any) -> Any:
+    def enable_stage_offload(self, **parameters: object) -> Self:
         """Encoders, denoiser and decoder take turns on the device; keywords are those of
         `offload.stage.config.StageOffload`."""
         return _enable(self, "offload", "stage", parameters)
 
-    def disable_offload(self) -> Any:
+    def disable_offload(self) -> Self:
         """Everything back to the device it was on."""
         return _disable(self, "offload")
 
-    def enable_cache(self, gate: Any, predictor: Any = None, guard: Any = None, scope: Any = None, **more: Any) -> Any:
+    def enable_cache(
+        self, gate: object, predictor: object = None, guard: object = None, scope: object = None, **more: object
+    ) -> Self:
         """A step cache put together from its parts, all importable from `diffaccel.caching`; see docs/caching.md.
 
         `predictor` is reuse as it is and `scope` all blocks behind the first one unless told. `guard` (Guards) takes
@@ -190,27 +199,27 @@ class Accelerated:
         parts = {"gate": gate, "predictor": predictor, "guard": guard, "scope": scope, **more}
         return _enable(self, "cache", "custom", parts)
 
-    def disable_cache(self) -> Any:
+    def disable_cache(self) -> Self:
         """Take the step cache off."""
         return _disable(self, "cache")
 
-    def enable_compile(self, **parameters: Any) -> Any:
+    def enable_compile(self, **parameters: object) -> Self:
         """Compile the denoisers' blocks one by one; keywords are those of `compilation.regional.RegionalCompile`."""
         return _enable(self, "compile", True, parameters)
 
-    def disable_compile(self) -> Any:
+    def disable_compile(self) -> Self:
         """Back to uncompiled blocks (those the user compiled stay compiled)."""
         return _disable(self, "compile")
 
-    def enable_guidance_cache(self, **parameters: Any) -> Any:
+    def enable_guidance_cache(self, **parameters: object) -> Self:
         """Skip the unconditional branch on chosen steps; keywords are those of `guidance.reuse.GuidanceReuse`."""
         return _enable(self, "guidance", "reuse", parameters)
 
-    def disable_guidance_cache(self) -> Any:
+    def disable_guidance_cache(self) -> Self:
         """Back to both guidance branches in every step."""
         return _disable(self, "guidance")
 
-    def enable_vae_tiling(self, exact: bool = False, **sizes: Any) -> Any:
+    def enable_vae_tiling(self, exact: bool = False, **sizes: object) -> Self:
         """Decode (and encode) in parts. `exact=True`: strips that keep the picture but for rounding, keywords (mode,
         max_bytes, rows, encode) are those of `vae.exact.config.ExactVae`. Otherwise blended tiles, keywords
         (tile_height, tile_width, stride_height, stride_width in pixels, tile_frames, stride_frames) are those of
@@ -218,17 +227,17 @@ class Accelerated:
         exact = confirm("exact", exact, BOOLEAN)
         return _enable(self, "vae_tiling", "exact" if exact else "blended", sizes)
 
-    def disable_vae_tiling(self) -> Any:
+    def disable_vae_tiling(self) -> Self:
         """Back to the tiling (or none) that the VAE came with."""
         return _disable(self, "vae_tiling")
 
 
-def _enable(pipe: Any, key: str, value: str | bool, parameters: dict[str, Any]) -> Any:
+def _enable(pipe: P, key: str, value: str | bool, parameters: dict[str, object]) -> P:
     pipe.acceleration.change(key, value, parameters)
     return pipe
 
 
-def _disable(pipe: Any, key: str) -> Any:
+def _disable(pipe: P, key: str) -> P:
     pipe.acceleration.change(key, None)
     return pipe
 
@@ -245,11 +254,11 @@ class _CacheVerb:
         self.value = value
 
     @functools.cached_property
-    def function(self) -> Callable[..., Any]:
+    def function(self) -> Forward:
         """The verb, with the method's own words about its keywords."""
         value, method = self.value, PLACES["cache"].levers[self.value].config()
 
-        def verb(self: Any, **parameters: Any) -> Any:
+        def verb(self: P, **parameters: object) -> P:
             return _enable(self, "cache", value, parameters)
 
         knobs = ", ".join(f"{f.name}={f.default!r}" for f in fields(method))
@@ -258,7 +267,7 @@ class _CacheVerb:
         verb.__doc__ = f"{method.__doc__}\n\nKeywords: {knobs}."
         return verb
 
-    def __get__(self, pipe: Any, owner: type) -> Callable[..., Any]:
+    def __get__(self, pipe: Accelerated | None, owner: type) -> Forward:
         return self.function if pipe is None else types.MethodType(self.function, pipe)
 
 
@@ -268,8 +277,8 @@ class _LoraVerb:
     def __init__(self, cls: type, name: str) -> None:
         self.cls, self.name = cls, name
 
-    def __get__(self, pipe: Any, owner: type) -> Callable[..., Any]:
-        plain: Callable[..., Any] = getattr(self.cls, self.name)
+    def __get__(self, pipe: Accelerated | None, owner: type) -> Forward:
+        plain: Forward = getattr(self.cls, self.name)
         handle = None if pipe is None else handle_of(pipe)
         if handle is not None and handle.has_loras:
             from .quantization.lora.verbs import lora_verbs
@@ -278,7 +287,7 @@ class _LoraVerb:
         return plain if pipe is None else types.MethodType(plain, pipe)
 
 
-def _verbs() -> dict[str, Any]:
+def _verbs() -> dict[str, _CacheVerb]:
     return {cache_verb_name(value): _CacheVerb(value) for value in PLACES["cache"].levers}
 
 
@@ -291,7 +300,7 @@ def accelerated_class(cls: type) -> type:
         plain_call = cls.__call__
 
         @functools.wraps(plain_call)
-        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self: Pipeline, *args: Argument, **kwargs: Argument) -> Output:
             handle = handle_of(self)
             if handle is None:
                 return plain_call(self, *args, **kwargs)
@@ -310,7 +319,7 @@ def accelerated_class(cls: type) -> type:
     return found
 
 
-def dress(pipe: Any, handle: Acceleration) -> None:
+def dress(pipe: object, handle: Acceleration) -> None:
     """Make `pipe` an accelerated instance of its class (`acceleration.undress` is the inverse)."""
     object.__setattr__(pipe, "__class__", accelerated_class(type(pipe)))
     vars(pipe)[HANDLE] = handle

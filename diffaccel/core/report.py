@@ -35,7 +35,7 @@ class RunReport:
 
     `stages` holds seconds of encode, denoise, decode. `cache_bytes_held` is what caches still hold after the
     run (0 unless something leaks), `cache_bytes_peak` the most they held in it. `completed` is False when the
-    run raised or was interrupted by an exception.
+    run raised, was interrupted by an exception, or stopped by `pipe._interrupt` before its last step.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
