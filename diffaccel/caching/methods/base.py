@@ -175,57 +175,72 @@ class StepCache:
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Hook every denoiser."""
-        engines: list[Engine] = []
-        off = self.off() is not None
-
-        def undo() -> None:
-            for engine in reversed(engines):
-                engine.undo()
-
+        on = _Attached(self.name, self.off() is not None)
         try:
             recipe = self.full_recipe(target)
             for component, root in site.roots.items():
                 module = unwrap_module(getattr(target.pipe, component))
-                engines.append(put_on(self.name, module, root, target.spec, recipe, site.rank))
+                on.engines.append(put_on(self.name, module, root, target.spec, recipe, site.rank))
         except BaseException:
-            undo()
+            on.undo()
             raise
-
-        def hits(run: Run) -> int:
-            return sum(call.by == self.name for call in run.calls)
-
-        def begin_run(run: Run) -> None:
-            if not off:
-                run.state[self.name] = PerRun()
-
-        def end_run(run: Run) -> None:
-            for engine in engines:
-                engine.end_run()
-            down = any(note.startswith(self.name) for note in run.notes)
-            asked = any(call.gate is not None for call in run.calls)
-            if len(run.calls) > 1 and run.ticks and not (off or hits(run) or asked or down):
-                run.note(f"{self.name} reused nothing: its guards or its schedule had every step computed")
-
-        def relink() -> None:
-            for engine in engines:
-                engine.hooks.relink()
-
-        def stats(run: Run) -> dict[str, Any]:
-            return {"hit_rate": round(hits(run) / len(run.calls), 4) if run.calls else 0.0}
-
-        def displaced() -> str:
-            return next((why for engine in engines if (why := engine.displaced())), "")
-
         return Edit(
             self.name,
-            undo,
-            displaced=displaced,
-            begin_run=begin_run,
-            end_run=end_run,
-            relink=relink,
-            bytes_held=lambda run: sum(engine.bytes_held() for engine in engines),
-            stats=stats,
+            on.undo,
+            displaced=on.displaced,
+            begin_run=on.begin_run,
+            end_run=on.end_run,
+            relink=on.relink,
+            bytes_held=on.bytes_held,
+            stats=on.stats,
         )
+
+
+class _Attached:
+    """A cache that is on: one engine per denoiser, and what they say of a run together."""
+
+    def __init__(self, name: str, off: bool) -> None:
+        self.name, self.off = name, off
+        self.engines: list[Engine] = []
+
+    def undo(self) -> None:
+        """Take all of them off."""
+        for engine in reversed(self.engines):
+            engine.undo()
+
+    def relink(self) -> None:
+        """Put back hooks that others dropped."""
+        for engine in self.engines:
+            engine.hooks.relink()
+
+    def displaced(self) -> str:
+        """Who has taken the place of one of them, or ""."""
+        return next((why for engine in self.engines if (why := engine.displaced())), "")
+
+    def begin_run(self, run: Run) -> None:
+        """State for this run."""
+        if not self.off:
+            run.state[self.name] = PerRun()
+
+    def end_run(self, run: Run) -> None:
+        """Free it; say so where nothing was reused."""
+        for engine in self.engines:
+            engine.end_run()
+        down = any(note.startswith(self.name) for note in run.notes)
+        asked = any(call.gate is not None for call in run.calls)
+        if len(run.calls) > 1 and run.ticks and not (self.off or self._hits(run) or asked or down):
+            run.note(f"{self.name} reused nothing: its guards or its schedule had every step computed")
+
+    def bytes_held(self, run: Run) -> int:
+        """What they still hold."""
+        return sum(engine.bytes_held() for engine in self.engines)
+
+    def stats(self, run: Run) -> dict[str, object]:
+        """Reused calls / all."""
+        return {"hit_rate": round(self._hits(run) / len(run.calls), 4) if run.calls else 0.0}
+
+    def _hits(self, run: Run) -> int:
+        return sum(call.by == self.name for call in run.calls)
 
 
 @dataclass(frozen=True, kw_only=True)
