@@ -46,6 +46,21 @@ class PlanItem:
         object.__setattr__(self, "params", {key: _frozen(value) for key, value in self.params.items()})
 
 
+FORM = {
+    "preset": toml.TEXT,
+    "pipeline": toml.TEXT,
+    "family": toml.TEXT,
+    "hardware": toml.TEXT,
+    "items": toml.LIST,
+    "budget": toml.TABLE,
+    "notes": toml.LIST,
+}
+ITEM_FORM = {
+    **dict.fromkeys(("name", "slot", "status", "reason", "fidelity"), toml.TEXT),
+    **dict.fromkeys(("params", "predicted", "measured"), toml.TABLE),
+}
+
+
 class BudgetTable(TypedDict, total=False):
     """A budget as plain data."""
 
@@ -104,10 +119,12 @@ class Plan:
     def from_dict(cls, data: Mapping[str, object]) -> Plan:
         """The inverse of `to_dict`. Unknown keys raise InvalidOptionError with the nearest name."""
         _known(cls, data, "plan")
+        toml.require_kinds("plan", data, FORM)
         table = cast(PlanTable, data)
         items = []
         for row in table.get("items", ()):
             _known(PlanItem, row, "plan item")
+            toml.require_kinds("plan item", row, ITEM_FORM)
             items.append(_make(PlanItem, row, "plan item"))
         budget = table.get("budget") or BudgetTable()
         _known(Budget, budget, "budget")

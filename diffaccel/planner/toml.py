@@ -7,7 +7,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
+from ..core.options import short
 from ..errors import InvalidOptionError
+
+# Kinds of values, and what a refusal calls them.
+TEXT, LIST, TABLE = (str,), (list, tuple), (Mapping,)
+_WORDS: dict[tuple[type, ...], str] = {TEXT: "text", LIST: "a list", TABLE: "a table of names and values"}
 
 
 def loads(text: str, origin: str) -> dict[str, object]:
@@ -16,6 +21,15 @@ def loads(text: str, origin: str) -> dict[str, object]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InvalidOptionError(f"{origin} is not valid TOML: {error}") from error
+
+
+def require_kinds(what: str, table: Mapping[str, object], kinds: Mapping[str, tuple[type, ...]]) -> None:
+    """Raise InvalidOptionError where a value that is there is not of the kind (TEXT, LIST, TABLE) its key asks for."""
+    for key, kind in kinds.items():
+        value = table.get(key)
+        if value is not None and not isinstance(value, kind):
+            got = type(value).__name__
+            raise InvalidOptionError(f"{what}: {key}={short(value)} must be {_WORDS[kind]}, got {got}")
 
 
 def _value(value: object) -> str:

@@ -67,3 +67,24 @@ def test_budget_is_checked(bad: dict[str, object]) -> None:
     [name] = bad
     with pytest.raises(InvalidOptionError, match=name):
         Budget(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"items": 5}, "plan: items=5 must be a list, got int"),
+        ({"items": {"name": "x"}}, "must be a list, got dict"),
+        ({"notes": "abc"}, "plan: notes='abc' must be a list, got str"),
+        ({"budget": 5}, "plan: budget=5 must be a table of names and values, got int"),
+        ({"budget": [1]}, "plan: budget=[1] must be a table of names and values, got list"),
+        ({"preset": 5}, "plan: preset=5 must be text, got int"),
+        ({"items": [{"name": "x", "params": 5}]}, "plan item: params=5 must be a table of names and values, got int"),
+        ({"items": [{"name": 5}]}, "plan item: name=5 must be text, got int"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(change: dict[str, object], words: str) -> None:
+    plain = {"preset": "auto", "pipeline": "FluxPipeline", "family": "flux", "hardware": "cpu"}
+    assert Plan.from_dict(plain).items == ()
+    with pytest.raises(InvalidOptionError) as error:
+        Plan.from_dict(plain | change)
+    assert words in str(error.value)

@@ -239,3 +239,25 @@ def test_switching_a_place_off_takes_its_numbers_along() -> None:
     assert fitted.wishes == {"cache": False} and preset.wishes["cache_threshold"] == 0.1
     assert validate(fitted.wishes) == {"cache": False}
     assert fit(preset, "mine", "flux", named("4090")) == preset
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("wishes = 3", "wishes=3 must be a table of names and values, got int"),
+        ("wishes = 'ab'", "wishes='ab' must be a table of names and values, got str"),
+        ("families = 'flux'", "families='flux' must be a list, got str"),
+        ("families = 3", "families=3 must be a list, got int"),
+        ("families = [3]", "families=[3] must hold names of families"),
+        ("description = 3", "description=3 must be text, got int"),
+        ("hardware = 3", "hardware=3 must be text, got int"),
+        ("fidelity = 3", "fidelity=3 must be text, got int"),
+        ("fidelity = 'exat'", "did you mean 'exact'"),
+        ("[on.cpu]\nwishes = 3", "on.cpu: wishes=3 must be a table of names and values, got int"),
+        ("[on.cpu]\nwhy = 3", "on.cpu: why=3 must be text, got int"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(source: str, words: str) -> None:
+    with pytest.raises(InvalidOptionError) as error:
+        parse(source, "mine")
+    assert words in str(error.value) and "preset 'mine'" in str(error.value) and len(str(error.value)) <= 300

@@ -8,14 +8,23 @@ from importlib import resources
 from pathlib import Path
 from typing import TypedDict, cast
 
+from ...core.options import short
 from ...errors import InvalidOptionError, unknown
 from ...ledger.hardware import KINDS
 from .. import toml
+from ..options import BUDGET_FIDELITIES
 from . import third_party
 
-KEYS = ("description", "families", "hardware", "fidelity", "wishes", "on")
+FORM = {
+    "description": toml.TEXT,
+    "families": toml.LIST,
+    "hardware": toml.TEXT,
+    "fidelity": toml.TEXT,
+    "wishes": toml.TABLE,
+    "on": toml.TABLE,
+}
 DEVICES = tuple(KINDS)
-ON_KEYS = ("why", "wishes")
+ON_FORM = {"why": toml.TEXT, "wishes": toml.TABLE}
 
 
 class OnDevice(TypedDict, total=False):
@@ -96,20 +105,26 @@ def load(name: str) -> Preset:
 def parse(source: str, name: str) -> Preset:
     """A preset from its text. Unknown keys raise with the nearest name."""
     found = toml.loads(source, f"preset {name!r}")
-    _known(name, found, KEYS)
+    _known(name, found, tuple(FORM))
+    toml.require_kinds(f"preset {name!r}", found, FORM)
     data = cast(PresetTable, found)
     on = data.get("on", {})
     _known(name, on, DEVICES)
-    for table in on.values():
-        _known(name, table, ON_KEYS)
-    families = data.get("families")
+    for device, table in on.items():
+        _known(name, table, tuple(ON_FORM))
+        toml.require_kinds(f"preset {name!r}: on.{device}", table, ON_FORM)
+    families, fidelity = data.get("families"), data.get("fidelity")
+    if families is not None and not all(isinstance(family, str) for family in families):
+        raise InvalidOptionError(f"preset {name!r}: families={short(families)} must hold names of families")
+    if fidelity is not None and fidelity not in BUDGET_FIDELITIES:
+        raise unknown(f"fidelity in preset {name!r}:", fidelity, BUDGET_FIDELITIES)
     return Preset(
         name=name,
         wishes=dict(data.get("wishes", {})),
         description=data.get("description", ""),
         families=tuple(families) if families is not None else None,
         hardware=data.get("hardware"),
-        fidelity=data.get("fidelity"),
+        fidelity=fidelity,
         on=on,
     )
 
