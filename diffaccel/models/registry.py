@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import weakref
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.compat import unwrap_module
 from .spec import ModelSpec
+
+if TYPE_CHECKING:
+    from ..core.protocols import Pipeline
 
 FAMILIES = (
     "chroma",
@@ -49,7 +52,7 @@ def remember(module: Any, found: Any) -> None:
 DENOISERS = ("transformer", "unet", "prior", "decoder", "transformer_2")
 
 
-def lookup(pipe: Any) -> ModelSpec:
+def lookup(pipe: Pipeline) -> ModelSpec:
     """The card of a pipeline, by the class name of its denoiser.
 
     A model without a card gets what was learnt of it in an earlier run, else one that knows only where the denoiser

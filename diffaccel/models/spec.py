@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from ..core.protocols import Pipeline
+
 # Guidance forms
 EMBEDDED = "embedded"  # one call a step; guidance is an input (a second call only for true CFG)
 TWO_CALLS = "two_calls"  # conditional and unconditional in two calls
@@ -112,7 +114,7 @@ class ModelSpec:
     token_layout: str = ""
     frame_sink: bool = False
 
-    def branch_name(self, pipe: Any, call: int) -> str:
+    def branch_name(self, pipe: Pipeline, call: int) -> str:
         """Name of the `call`-th denoiser call of a step, for pipelines that open no cache context."""
         if self.guidance == BATCHED:
             # PixArt keeps its guidance to itself; diffusers' own contexts say cond_uncond for any single call.

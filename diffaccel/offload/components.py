@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,9 @@ from ..models.spec import ModelSpec
 from .packing import pack, tensors_of
 from .stage.peak import Component
 from .stage.residency import Group
+
+if TYPE_CHECKING:
+    from ..core.protocols import Pipeline
 
 # Names of components in diffusers, by the moment they work in; what is in neither list and no denoiser encodes.
 # This is the first guess: a component that turns out to be called between denoiser calls stays with the denoiser.
@@ -30,7 +33,7 @@ DECODERS = (
 WITH_DENOISER = ("controlnet",)
 
 
-def modules_of(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+def modules_of(pipe: Pipeline) -> Iterator[tuple[str, torch.nn.Module]]:
     """The components that are modules, by name."""
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module):
@@ -49,7 +52,7 @@ def is_text_encoder(name: str) -> bool:
     return name.startswith("text_encoder")
 
 
-def sharing(pipe: Any, keep: Collection[str] = ()) -> list[list[tuple[str, torch.nn.Module]]]:
+def sharing(pipe: Pipeline, keep: Collection[str] = ()) -> list[list[tuple[str, torch.nn.Module]]]:
     """Components in groups that share weights; a group with a kept component is left out as a whole."""
     made: list[tuple[list[tuple[str, torch.nn.Module]], set[tuple[str, int]]]] = []
     for name, module in modules_of(pipe):
@@ -62,7 +65,7 @@ def sharing(pipe: Any, keep: Collection[str] = ()) -> list[list[tuple[str, torch
     return [members for members, _ in made if not any(name in keep for name, _ in members)]
 
 
-def component_groups(pipe: Any, spec: ModelSpec, keep: Collection[str] = ()) -> list[Group]:
+def component_groups(pipe: Pipeline, spec: ModelSpec, keep: Collection[str] = ()) -> list[Group]:
     """What moves, in the order of the pipeline's components."""
     made = []
     for members in sharing(pipe, keep):
@@ -78,7 +81,7 @@ def component_groups(pipe: Any, spec: ModelSpec, keep: Collection[str] = ()) -> 
 
 
 def component_sizes(
-    pipe: Any, spec: ModelSpec, keep: Collection[str] = (), quantized_bytes: Mapping[str, int] | None = None
+    pipe: Pipeline, spec: ModelSpec, keep: Collection[str] = (), quantized_bytes: Mapping[str, int] | None = None
 ) -> list[Component]:
     """The same as sizes, for predictions; kept components are there "always".
 

@@ -13,12 +13,15 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+if TYPE_CHECKING:
+    from ..core.protocols import Pipeline
 
 SOURCE, DISK, HOST, NO = "source", "disk", "host", "no"
 MODES = (SOURCE, DISK, HOST, NO)
@@ -44,7 +47,7 @@ class Checkpoint:
                     self.files.setdefault(name, []).append(path)
 
     @classmethod
-    def of(cls, pipe: Any, component: str) -> Checkpoint | None:
+    def of(cls, pipe: Pipeline, component: str) -> Checkpoint | None:
         """The checkpoint of a pipeline's component, or None where it is not on this machine."""
         module = getattr(pipe, component)
         for folder in _folders(pipe, module, component):
@@ -63,7 +66,7 @@ class Checkpoint:
         return next((t for t in self.candidates(name, dtype) if digest(t) == wanted), None)
 
 
-def _folders(pipe: Any, module: nn.Module, component: str) -> Iterator[Path]:
+def _folders(pipe: Pipeline, module: nn.Module, component: str) -> Iterator[Path]:
     own = getattr(getattr(module, "config", None), "_name_or_path", None)
     parent = getattr(pipe.config, "_name_or_path", None) if hasattr(pipe, "config") else None
     for base in (own, parent):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..core.protocols import Pipeline
 
 
-def called_by_another(pipe: Any) -> bool:
+def called_by_another(pipe: Pipeline) -> bool:
     """Does the nearest pipeline on the call stack differ from `pipe`? False where there is none: a call by hand."""
     from diffusers import DiffusionPipeline
 

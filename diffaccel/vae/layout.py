@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.compat import unwrap_module
 from ..errors import InvalidOptionError
 from ..models.vae import TILE_ATTRIBUTES, Pair, TileAttributes, vae_card
 from .tiles import multiple, nearest_overlap
+
+if TYPE_CHECKING:
+    from ..core.protocols import Pipeline
 
 AXES = ("height", "width")
 
@@ -47,7 +50,7 @@ class Tiling:
         return longer or shape[-2] > height or shape[-1] > width
 
 
-def vae_of(pipe: Any) -> Any:
+def vae_of(pipe: Pipeline) -> Any:
     """The pipeline's autoencoder, out of any torch.compile wrapper; None where it has none."""
     vae = getattr(pipe, "vae", None)
     return None if vae is None else unwrap_module(vae)

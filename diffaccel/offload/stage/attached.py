@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -29,6 +29,9 @@ from .peak import MOMENTS, Component, Peak, Placement
 from .residency import Group, Moved, Residency, indexed
 from .text_cache import TextCache
 
+if TYPE_CHECKING:
+    from ...core.protocols import Pipeline
+
 HOOK = "offload.stage"
 # Methods by which pipelines call components other than as a whole. What is called by none of these (a submodule,
 # say) is seen by the modules inside, which bring their component in as well.
@@ -41,7 +44,7 @@ def _attached_to(module: torch.nn.Module) -> StageAttached | None:
     return _HOLDERS.of(unwrap_module(module))
 
 
-def holder(pipe: Any, keep: Collection[str]) -> str | None:
+def holder(pipe: Pipeline, keep: Collection[str]) -> str | None:
     """The first component (but for the kept ones) that another living pipeline offloads, or None."""
     for name, module in modules_of(pipe):
         if name in keep:
@@ -53,7 +56,7 @@ def holder(pipe: Any, keep: Collection[str]) -> str | None:
     return None
 
 
-def attached(pipe: Any) -> bool:
+def attached(pipe: Pipeline) -> bool:
     """Are components of this pipeline offloaded by stages now?"""
     found = [_attached_to(module) for _, module in modules_of(pipe)]
     return any(owner is not None and owner.target.pipe is pipe for owner in found)
@@ -89,7 +92,7 @@ class Config(Protocol):
     def check(self, target: Target) -> Verdict:
         """Can it act?"""
 
-    def compute_device(self, pipe: Any) -> torch.device:
+    def compute_device(self, pipe: Pipeline) -> torch.device:
         """Where components work."""
 
     def place(self, found: list[Component], compute: str) -> tuple[Placement, Peak]:
@@ -196,7 +199,7 @@ class StageAttached:
         self.cache.memory.clear()
         self.modules = {}
 
-    def _watch(self, group: Group, pipe: Any) -> None:
+    def _watch(self, group: Group, pipe: Pipeline) -> None:
         for name in group.names:
             component = getattr(pipe, name)
             module = unwrap_module(component)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -24,6 +24,9 @@ from ..components import component_sizes, modules_of, require_device
 from ..store import in_memory
 from .attached import StageAttached, attached, holder
 from .peak import GIB, Component, Peak, Placement, choose_placement, gib, total_bytes
+
+if TYPE_CHECKING:
+    from ...core.protocols import Pipeline
 
 STORES = ("host", "disk")
 MIB = 1024**2
@@ -95,7 +98,7 @@ class StageOffload:
 
     # ---- decisions, which touch nothing ----------------------------------------------------------------
 
-    def compute_device(self, pipe: Any) -> torch.device:
+    def compute_device(self, pipe: Pipeline) -> torch.device:
         """Where components work."""
         if self.device is not None:
             return torch.device(self.device)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.utils.state_dict_utils import (
@@ -23,6 +23,9 @@ from ...errors import InvalidOptionError, UnsupportedModelError, unknown
 from .names import dropped, magnitudes, take_doras
 from .pairs import Pair, Replaced, Tensor, Weights, kronecker, unfit
 from .scales import Scales, scales
+
+if TYPE_CHECKING:
+    from ...core.protocols import Pipeline
 
 FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 LONGEST = 300  # characters of an error
@@ -58,7 +61,7 @@ class Component:
 
 
 def read(
-    pipe: Any, source: Any, component: str | None = None, layers: Sequence[str] | None = None, **options: Any
+    pipe: Pipeline, source: Any, component: str | None = None, layers: Sequence[str] | None = None, **options: Any
 ) -> dict[str, dict[str, Pair | Replaced]]:
     """Read an adapter with the pipeline's own loader and check every key against the pipeline's layers.
 
@@ -95,7 +98,7 @@ def read(
     return found
 
 
-def _loader(pipe: Any) -> Callable[..., Any]:
+def _loader(pipe: Pipeline) -> Callable[..., Any]:
     """The pipeline's own reader; where it has none but its denoiser takes adapters, files in peft's names are read."""
     loader: Callable[..., Any] | None = getattr(type(pipe), "lora_state_dict", None)
     if loader is not None:
@@ -131,7 +134,7 @@ def _require_source(source: Any) -> None:
 
 
 def _components(
-    pipe: Any, loader: Callable[..., Any], source: Any, options: dict[str, Any], problems: list[str]
+    pipe: Pipeline, loader: Callable[..., Any], source: Any, options: dict[str, Any], problems: list[str]
 ) -> dict[str, Component]:
     """The file by component and layer, in peft's names."""
     if isinstance(source, Mapping):
@@ -202,7 +205,7 @@ def _converted(
 
 
 def _split(
-    pipe: Any, state: Mapping[str, Tensor], metadata: Mapping[str, Any] | None, alphas: Mapping[str, float]
+    pipe: Pipeline, state: Mapping[str, Tensor], metadata: Mapping[str, Any] | None, alphas: Mapping[str, float]
 ) -> dict[str, Component]:
     """Keys by component, and by layer in it."""
     known = {*getattr(pipe, "_lora_loadable_modules", ()), *DENOISERS}
@@ -296,7 +299,7 @@ def _chosen(parts: Mapping[str, Component], patterns: Sequence[str]) -> dict[str
     return made
 
 
-def _fitted(pipe: Any, name: str, part: Component, problems: list[str]) -> dict[str, Pair | Replaced]:
+def _fitted(pipe: Pipeline, name: str, part: Component, problems: list[str]) -> dict[str, Pair | Replaced]:
     """What is added to each layer of one component; what does not fit goes to `problems`."""
     module = getattr(pipe, name, None)
     if not isinstance(module, torch.nn.Module):

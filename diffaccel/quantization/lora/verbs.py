@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core.compat import expand_lora_scales, unwrap_module
 from ...errors import IncompatibleError, InvalidOptionError
@@ -20,19 +20,22 @@ from .call_scale import asked
 from .lever import Parts
 from .manager import Loras, strength_of
 
+if TYPE_CHECKING:
+    from ...core.protocols import Pipeline
+
 Verb = Callable[..., Any]
 MERGE = "diffaccel's LoRAs are merged by loading them so: pipe.acceleration.loras.load(source, name, merge=True)"
 HOTSWAP = "Unload one and load the next: where layers and rank are the same, nothing is compiled again"
 
 
-def ours(pipe: Any) -> Loras | None:
+def ours(pipe: Pipeline) -> Loras | None:
     """The LoRAs of diffaccel on a pipeline; None where there are none, or the pipeline is not accelerated."""
     handle = getattr(pipe, "acceleration", None)
     loras: Loras | None = None if handle is None else handle.loras
     return loras if loras is not None and loras.alive else None
 
 
-def require_no_loras(pipe: Any) -> None:
+def require_no_loras(pipe: Pipeline) -> None:
     """Raise where diffusers' files would silently hold the weights without the LoRAs, or with them fused in."""
     loras = ours(pipe)
     if loras is not None and loras.report:
@@ -42,7 +45,9 @@ def require_no_loras(pipe: Any) -> None:
         )
 
 
-def load_lora_weights(pipe: Any, loras: Loras, source: Any, adapter_name: str | None = None, **options: Any) -> None:
+def load_lora_weights(
+    pipe: Pipeline, loras: Loras, source: Any, adapter_name: str | None = None, **options: Any
+) -> None:
     """Load an adapter beside ours; as in diffusers it becomes the active one."""
     name = adapter_name or next(f"default_{i}" for i in itertools.count() if f"default_{i}" not in loras.strengths)
     options.pop("low_cpu_mem_usage", None)  # there is never a second copy here
@@ -54,12 +59,14 @@ def load_lora_weights(pipe: Any, loras: Loras, source: Any, adapter_name: str | 
     loras.activate({name: (1.0, {})})
 
 
-def unload_lora_weights(pipe: Any, loras: Loras, *args: Any, **kwargs: Any) -> None:
+def unload_lora_weights(pipe: Pipeline, loras: Loras, *args: Any, **kwargs: Any) -> None:
     """Take all adapters off."""
     loras.unload()
 
 
-def set_adapters(pipe: Any, loras: Loras, adapter_names: str | Sequence[str], adapter_weights: Any = None) -> None:
+def set_adapters(
+    pipe: Pipeline, loras: Loras, adapter_names: str | Sequence[str], adapter_weights: Any = None
+) -> None:
     """Only the named adapters act: with a number each, or a dict of numbers by component (and block)."""
     names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
     weights = adapter_weights if isinstance(adapter_weights, (list, tuple)) else [adapter_weights] * len(names)
@@ -68,7 +75,7 @@ def set_adapters(pipe: Any, loras: Loras, adapter_names: str | Sequence[str], ad
     loras.activate({name: _weight(pipe, value) for name, value in zip(names, weights, strict=True)})
 
 
-def _weight(pipe: Any, value: Any) -> tuple[float, Parts]:
+def _weight(pipe: Pipeline, value: Any) -> tuple[float, Parts]:
     """(strength, factors by component) of a weight that `set_adapters` takes."""
     if not isinstance(value, Mapping):
         return 1.0 if value is None else strength_of(value), {}
@@ -81,35 +88,35 @@ def _weight(pipe: Any, value: Any) -> tuple[float, Parts]:
     return 1.0, {name: _part(pipe, name, part) for name, part in value.items() if part is not None}
 
 
-def _part(pipe: Any, component: str, value: Any) -> float | dict[str, float]:
+def _part(pipe: Pipeline, component: str, value: Any) -> float | dict[str, float]:
     if not isinstance(value, Mapping):
         return strength_of(value)
     module = unwrap_module(getattr(pipe, component))
     return {name: strength_of(factor) for name, factor in expand_lora_scales(module, value).items()}
 
 
-def disable_lora(pipe: Any, loras: Loras) -> None:
+def disable_lora(pipe: Pipeline, loras: Loras) -> None:
     """Switch all adapters off; they stay loaded, with their strengths."""
     loras.mute(True)
 
 
-def enable_lora(pipe: Any, loras: Loras) -> None:
+def enable_lora(pipe: Pipeline, loras: Loras) -> None:
     """Switch the active adapters on again."""
     loras.mute(False)
 
 
-def delete_adapters(pipe: Any, loras: Loras, adapter_names: str | Sequence[str]) -> None:
+def delete_adapters(pipe: Pipeline, loras: Loras, adapter_names: str | Sequence[str]) -> None:
     """Unload the named adapters."""
     for name in [adapter_names] if isinstance(adapter_names, str) else list(adapter_names):
         loras.unload(name)
 
 
-def get_active_adapters(pipe: Any, loras: Loras) -> list[str]:
+def get_active_adapters(pipe: Pipeline, loras: Loras) -> list[str]:
     """Names of the adapters that act (also while `disable_lora` has them off, as in diffusers)."""
     return [adapter.name for adapter in loras.adapters if adapter.active]
 
 
-def get_list_adapters(pipe: Any, loras: Loras) -> dict[str, list[str]]:
+def get_list_adapters(pipe: Pipeline, loras: Loras) -> dict[str, list[str]]:
     """Component -> names of the adapters loaded for it."""
     found: dict[str, list[str]] = {}
     for adapter in loras.adapters:
@@ -119,7 +126,7 @@ def get_list_adapters(pipe: Any, loras: Loras) -> dict[str, list[str]]:
 
 
 def _refusal(verb: str, way: str) -> Verb:
-    def refuse(pipe: Any, loras: Loras, *args: Any, **kwargs: Any) -> None:
+    def refuse(pipe: Pipeline, loras: Loras, *args: Any, **kwargs: Any) -> None:
         raise IncompatibleError(f"{verb}: the LoRAs {', '.join(loras.strengths)} are diffaccel's. {way}")
 
     return refuse

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -29,6 +29,9 @@ from .calibration import DEFAULT_MAX_BYTES, Collector, Seen
 from .checkpoint import HEADER, Header, about, tensors_of, write
 from .jobs import Job, jobs, quantize_job
 from .math import Layer, Recipe, reference_forward
+
+if TYPE_CHECKING:
+    from ...core.protocols import Pipeline
 
 FILE = "svdquant.safetensors"
 Progress = Callable[[str, int, int], None]  # stage ("calibrate" | "quantize"), done, of how many
@@ -70,7 +73,7 @@ class Work:
     selection: Selection
 
 
-def works(pipe: Any, spec: ModelSpec, settings: Settings) -> list[Work]:
+def works(pipe: Pipeline, spec: ModelSpec, settings: Settings) -> list[Work]:
     """What there is to do.
 
     Raises:
@@ -90,7 +93,7 @@ def works(pipe: Any, spec: ModelSpec, settings: Settings) -> list[Work]:
 
 
 def calibrate(
-    pipe: Any,
+    pipe: Pipeline,
     todo: Sequence[Work],
     settings: Settings,
     prompts: Sequence[str],
@@ -127,7 +130,7 @@ def calibrate(
 
 
 def quantize_pipeline(
-    pipe: Any,
+    pipe: Pipeline,
     spec: ModelSpec,
     out: Path,
     settings: Settings,
@@ -231,7 +234,7 @@ def _report(path: Path, size: int, todo: Sequence[Work], header: Header, seconds
     }
 
 
-def _plain_call(pipe: Any) -> Any:
+def _plain_call(pipe: Pipeline) -> Any:
     """The pipeline class's own `__call__`, also where the pipeline is accelerated."""
     return vars(type(pipe)).get(PLAIN, type(pipe)).__call__
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import BudgetError
 from ..layout import compression
+
+if TYPE_CHECKING:
+    from ...core.protocols import Pipeline
 
 MIB = 2**20
 SMALLEST = 8  # latents along a side: a budget that does not even do for this is refused when it is asked for
@@ -88,7 +91,7 @@ def size_in_words(vae: Any, shape: tuple[int, ...], encode: bool = False) -> str
     return f"{count}{shape[-1] * ratio}x{shape[-2] * ratio} px{frames}"
 
 
-def expected(pipe: Any, vae: Any, request: Any) -> tuple[int, ...] | None:
+def expected(pipe: Pipeline, vae: Any, request: Any) -> tuple[int, ...] | None:
     """Shape of the latents that a call of the pipeline will decode at once; None where it cannot be told.
 
     Args:
