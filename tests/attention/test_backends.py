@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diffaccel.attention.backends import BACKENDS, SAGE, Backend, Package, absent, unfit, unfit_call
-from diffaccel.attention.levers import KERNELS
+from diffaccel.attention.levers import METHODS, PLACE
 from diffaccel.core.compat import AttentionBackendName, dispatch_attention
 from diffaccel.ledger.hardware import HARDWARE
 
@@ -21,7 +21,7 @@ EVERY = [*BACKENDS.values(), *SAGE.values()]
 
 
 def test_the_names_are_the_overrides() -> None:
-    assert set(BACKENDS) | {"auto", "sage"} == set(KERNELS)
+    assert set(BACKENDS) | {"auto", "sage", "sparse_auto", "custom", *METHODS} == set(PLACE.levers)
 
 
 @pytest.mark.parametrize("backend", [b for b in EVERY if b.diffusers_name], ids=lambda b: b.name)

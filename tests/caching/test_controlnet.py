@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from diffaccel.planner.places import PLACES
 from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 
 from diffaccel import UnsupportedModelError, accelerate, plan
+from diffaccel.planner.levers import PLACES
 from tests import tiny
 from tests.models.families.table import build
 

@@ -304,7 +304,7 @@ def guidance_off(family: str, at: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["wan", "sd3", "sdxl"])
 def test_change_inside_a_run(family: str) -> None:
-    """Guidance switched off in mid-run: exact without a cache; the cache computes where its batch changed."""
+    """Guidance switched off in mid-run: exact without a cache; the cache goes on with the half that is left."""
     reference = tiny.run(tiny.build(family), family, **guidance_off(family, 2))
     assert not torch.equal(reference, plain(family))
     pipe = attach(tiny.build(family))
@@ -316,6 +316,7 @@ def test_change_inside_a_run(family: str) -> None:
     if family == "wan":
         assert [index for index, name, _ in trace(pipe) if name == "uncond"] == [0, 1, 2]
     if family == "sd3":
-        assert [computed for _, _, computed in trace(pipe)] == [True, False, False, True, False, False]
+        steps = [computed for _, _, computed in trace(pipe)]
+        assert steps == [True, False, False, False, False, False], "the conditional half goes on from the whole batch"
     put_on(pipe, family, "cache")
     assert_fresh(pipe, family)

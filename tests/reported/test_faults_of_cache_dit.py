@@ -228,7 +228,7 @@ def test_misspelt_options_are_refused(tmp_path: Path) -> None:
         ("teacache", {"coeficients": (1.0, 0.0)}, "coefficients"),
         ("magcache", {"ratio": [1.0]}, "ratios"),
         ("step_schedule", {"step": [0, 1]}, "steps"),
-        ("easycache", {"enable_sperate_cfg": True}, "cache_"),
+        ("easycache", {"enable_sperate_cfg": True}, "cache.easycache.*branches"),
     ):
         with pytest.raises(InvalidOptionError, match=right):
             getattr(pipe, f"enable_{verb}")(**wrong)
