@@ -202,6 +202,10 @@ class Acceleration:
         A value that cannot act raises, as its plan item says. A place that was switched off stays off, whatever a rule
         would add.
         """
+        if self.run_in_progress() is not None:
+            raise IncompatibleError(
+                f"{key}: no lever can be changed inside a running call of the same pipeline; do it after the call"
+            )
         place, wishes = PLACES[key], self.wishes
         if value is not None:
             require_parameters(key, value, parameters or ())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parser(words).parse_args(words)
         code: int = args.run(args)
+        sys.stdout.flush()  # here, where a reader that went away can be told from a failure
         return code
+    except BrokenPipeError:  # `diffaccel presets auto | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more is to be written at exit
+        return 1
     except (DiffaccelError, OSError) as refusal:  # OSError: weights missing, --out not writable
         print(f"diffaccel: {refusal}", file=sys.stderr)
         return 1

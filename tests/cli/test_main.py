@@ -149,3 +149,12 @@ def test_unknown_preset_is_refused_with_the_nearest_name(capsys):
     assert main(["presets", "cpu-dem"]) == 1
     captured = capsys.readouterr()
     assert "cpu-demo" in captured.err and captured.out == ""
+
+
+def test_a_reader_that_goes_away_is_no_failure_to_speak_of() -> None:
+    """`diffaccel presets auto | head -1`."""
+    command = [sys.executable, "-m", "diffaccel", "presets", "auto"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None and done.stderr is not None
+        done.stdout.close()
+        assert done.stderr.read() == ""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffaccel import accelerate, restore
+from diffaccel import IncompatibleError, accelerate, restore
 from diffaccel.core.compat import compile_counts
 from diffaccel.offload import store
 from diffaccel.planner.resolve import resolve
@@ -268,3 +268,15 @@ def test_a_lever_that_cannot_be_put_on_leaves_all_others_as_they_were(monkeypatc
         pipe.enable_attention("flex")
     assert hooks(pipe) == before
     assert torch.equal(tiny.run(pipe, FAMILY), picture)
+
+
+def test_a_lever_changed_inside_a_call_is_refused_in_words_that_fit() -> None:
+    pipe = accelerate(tiny.build(FAMILY), None)
+
+    def change(*_: Any) -> dict[str, Any]:
+        pipe.enable_int8()
+        return {}
+
+    with pytest.raises(IncompatibleError, match="quantization: no lever can be changed inside a running call"):
+        tiny.run(pipe, FAMILY, callback_on_step_end=change)
+    assert pipe.acceleration.plan.enabled == ()

@@ -196,9 +196,12 @@ class _Attached:
         self.applied: list[Applied] = []
         self.scales: dict[str, CallScale] = {}
         self.links: list[Link] = []
+        self.modules: dict[str, torch.nn.Module] = {}  # those that were edited: the pipeline may be gone at undo
 
     def put_on(self) -> None:
         """Every layer; on an error nothing stays."""
+        for component, _, _, _ in self.lever.layers():
+            self.modules[component] = getattr(self.target.pipe, component)
         try:
             for component, layer, loaded, merge in self.lever.layers():
                 self._put_on_layer(component, layer, loaded, merge)
@@ -206,7 +209,7 @@ class _Attached:
                 merged = {row.adapter for row in self.applied if (row.component, row.how) == (component, "merged")}
                 scale.merged = tuple(sorted(merged))
                 if not component.startswith("text_encoder"):
-                    self.links.append(watch(getattr(self.target.pipe, component), scale, self.rank))
+                    self.links.append(watch(self.modules[component], scale, self.rank))
         except BaseException:
             self.take_off()
             raise
@@ -214,7 +217,7 @@ class _Attached:
     def _put_on_layer(
         self, component: str, layer: str, loaded: list[tuple[str, Pair | Replaced, float]], merge: bool
     ) -> None:
-        module = unwrap_module(getattr(self.target.pipe, component))
+        module = unwrap_module(self.modules[component])
         dtype = getattr(module, "dtype", torch.float32)
         width = _width(module.get_submodule(layer), [added for _, added, _ in loaded])
         if width is not None:
@@ -249,18 +252,18 @@ class _Attached:
     def lost(self) -> str:
         """Before an undo: a weight that others moved or fused since cannot be given its bits back."""
         for row in self.applied:
-            module = unwrap_module(getattr(self.target.pipe, row.component))
+            module = unwrap_module(self.modules[row.component])
             if row.how == "merged" and taken_away(module.get_submodule(row.layer)):
                 return f"the weight of {row.layer} {ON_META}"
         merged = {row.component for row in self.applied if row.how == "merged"}
-        copies = (copies_held(getattr(self.target.pipe, component)) for component in sorted(merged))
+        copies = (copies_held(self.modules[component]) for component in sorted(merged))
         return self._fused(branches=False) or next(filter(None, copies), "")
 
     def _fused(self, branches: bool) -> str:
         """Which layers with branches (or with merged weights) were fused since, and the way out."""
         for component in self.scales:
             names = (r.layer for r in self.applied if r.component == component and (r.how != "merged") is branches)
-            fused = fused_since(component, unwrap_module(getattr(self.target.pipe, component)), names)
+            fused = fused_since(component, unwrap_module(self.modules[component]), names)
             if fused:
                 return fused
         return ""

@@ -88,7 +88,7 @@ class Loras:
             if isinstance(module, torch.nn.Module) and foreign(module):
                 raise IncompatibleError(f"lora: {component_name} {FOREIGN}")
         weights: Weights = read(self._handle.pipe, source, component, patterns, **options)
-        return self._adopt((*self.adapters, Adapter(name, weights, strength, merge)))
+        return self._adopt((*self.adapters, Adapter(name, weights, strength, merge, muted=self.muted)))
 
     def set(self, strengths: Mapping[str, float]) -> Any:
         """Set (not add to) strengths by name; adapters that are not named stay as they are. Returns the pipeline."""
@@ -111,6 +111,11 @@ class Loras:
             if name not in self.strengths:
                 raise unknown("LoRA", name, self.strengths)
         return self._adopt(tuple(_activated(a, chosen.get(a.name)) for a in self.adapters))
+
+    @property
+    def muted(self) -> bool:
+        """Are all adapters switched off (`disable_lora`)? One that is loaded meanwhile is off as well."""
+        return bool(self.adapters) and all(adapter.muted for adapter in self.adapters)
 
     def mute(self, muted: bool) -> Any:
         """Switch all adapters off, or on again, with the strengths they have."""

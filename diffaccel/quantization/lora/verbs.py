@@ -106,9 +106,12 @@ def enable_lora(pipe: Pipeline, loras: Loras) -> None:
 
 
 def delete_adapters(pipe: Pipeline, loras: Loras, adapter_names: str | Sequence[str]) -> None:
-    """Unload the named adapters."""
+    """Unload the named adapters. As in peft, where no active one is left the first that remains becomes active."""
     for name in [adapter_names] if isinstance(adapter_names, str) else list(adapter_names):
         loras.unload(name)
+        if loras.adapters and not any(adapter.active for adapter in loras.adapters):
+            first = loras.adapters[0]
+            loras.activate({first.name: (first.strength, first.parts)})
 
 
 def get_active_adapters(pipe: Pipeline, loras: Loras) -> list[str]:
