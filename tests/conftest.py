@@ -1,6 +1,7 @@
 """Settings for all tests: nothing is ever downloaded, and libraries keep their hints to themselves."""
 
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,25 @@ os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any test imports huggingface_hub
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests start subprocesses
+
+# Cases of families and levers that take seconds and have found nothing that their neighbours did not find: left to
+# `make test-all`. What each test is about runs on at least one other family or lever in `make test`.
+SLOW = re.compile(
+    r"test_weights_memory_attention\.py::test_(a_run_that_was_given_up|the_picture).*\[(sd3|wan) stack"
+    r"|test_foreign_hooks\.py::test_layerwise_casting_over_compiled_blocks\[(svdquant|fp8)"
+    r"|test_foreign_hooks\.py::.*(sd3|sdxl)"
+    r"|test_one_lever\.py::test_one_verb.*\[(?!LoRA|cache method).*-svdquant"
+    r"|invariants/test_every_cache\.py::.*(sd3|seacache|taylorseer lite|dicache|delta_dit)"
+    r"|test_exact_causal\.py::.*(-2|-3|wan22|qwen)"
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the selection by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what the pattern above names."""
+    for item in items:
+        if SLOW.search(item.nodeid):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture
