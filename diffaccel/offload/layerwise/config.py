@@ -23,6 +23,7 @@ from ...errors import BudgetError, IncompatibleError, InvalidOptionError
 from ..bandwidth import host_bandwidth, token_sentence
 from ..components import bytes_of, modules_of, require_device
 from ..packing import tensors_of
+from ..stage.peak import gib
 from ..store import in_memory
 from .attached import LayerwiseAttached
 from .blocks import BlockTable, compiled_whole, compute_device, find_blocks, other_offload, work_per_token
@@ -114,7 +115,7 @@ class LayerwiseOffload:
             return Verdict.refuse(f"offload_{error}", BudgetError)
         if not split.moving:
             return Verdict.already(
-                f"all {len(seen.sizes)} blocks ({_gb(seen.total_bytes)}) fit within these limits: nothing moves"
+                f"all {len(seen.sizes)} blocks ({gib(seen.total_bytes)}) fit within these limits: nothing moves"
             )
         why = self._no_room(seen, split) if self.store == "disk" else None
         return Verdict.refuse(why, BudgetError) if why else Verdict.yes(self._say(target, seen, split))
@@ -138,7 +139,7 @@ class LayerwiseOffload:
     def _say(self, target: Target, seen: BlockTable, split: Partition) -> str:
         stay = f"{len(split.kept)} of {len(seen.sizes)} blocks stay, {len(split.moving)} take turns in {split.buffers}"
         where = "the host" if self.store == "host" else str(self.folder or tempfile.gettempdir())
-        text = f"{stay} buffer{'s' * (split.buffers > 1)}; {_gb(split.moved_bytes)} on {where}"
+        text = f"{stay} buffer{'s' * (split.buffers > 1)}; {gib(split.moved_bytes)} on {where}"
         if self.store == "disk" and in_memory(self.folder):
             text += " (a file system in memory: nothing is saved)"
         return f"{text}; {self._free(target, seen, split)}"
@@ -203,7 +204,3 @@ class LayerwiseOffload:
             stats=attached.stats,
             on_weights=True,
         )
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.3f} MB"
