@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import types
 import weakref
 from dataclasses import fields
@@ -276,15 +277,21 @@ class _LoraVerb:
 
     def __init__(self, cls: type, name: str) -> None:
         self.cls, self.name = cls, name
+        self.plain = inspect.getattr_static(cls, name)  # a function, as a rule; whatever it is, it binds itself
+
+    @functools.cached_property
+    def acting(self) -> Forward:
+        """The verb for LoRAs of ours, made when it is first asked for."""
+        from .quantization.lora.verbs import lora_verbs
+
+        found: Forward = lora_verbs(self.cls).get(self.name, self.plain)
+        return found
 
     def __get__(self, pipe: Accelerated | None, owner: type) -> Forward:
-        plain: Forward = getattr(self.cls, self.name)
         handle = None if pipe is None else handle_of(pipe)
-        if handle is not None and handle.has_loras:
-            from .quantization.lora.verbs import lora_verbs
-
-            plain = lora_verbs(self.cls).get(self.name, plain)
-        return plain if pipe is None else types.MethodType(plain, pipe)
+        verb = self.acting if handle is not None and handle.has_loras else self.plain
+        bound: Forward = verb.__get__(pipe, owner)
+        return bound
 
 
 def _verbs() -> dict[str, _CacheVerb]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,12 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from ...core.chain import held_forwards
+from ...core.classes import SharedSubclasses
 from .branch import Branch, summed
 from .call_scale import CallScale
 from .pairs import POINTWISE, Pair, Replaced, padded
 
 BRANCH = "_diffaccel_lora"  # attribute of a layer: its `Branch`
-BRANCHED = "_diffaccel_branched"  # class attribute of the subclasses: the class of the layer without a branch
 Loaded = Sequence[tuple[str, Pair | Replaced, float]]  # (adapter, what it adds, strength)
 
 
@@ -56,22 +55,17 @@ def _conv_forward(cls: Any) -> Callable[..., torch.Tensor]:
     return forward
 
 
-_CLASSES: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+_BRANCHED = SharedSubclasses("_diffaccel_branched")
 
 
 def _branched(cls: type) -> type:
-    found = _CLASSES.get(cls)
-    if found is None:
-        make = _linear_forward if issubclass(cls, torch.nn.Linear) else _conv_forward
-        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, BRANCHED: cls, "forward": make(cls)}
-        found = _CLASSES[cls] = type(cls.__name__, (cls,), body)  # no other base: one could change the layout
-    return found
+    make = _linear_forward if issubclass(cls, torch.nn.Linear) else _conv_forward
+    return _BRANCHED.of(cls, lambda plain: {"forward": make(plain)})
 
 
 def own_class(layer: torch.nn.Module) -> type:
     """The class of a layer without its branch."""
-    found: type = vars(type(layer)).get(BRANCHED, type(layer))
-    return found
+    return _BRANCHED.plain(type(layer))
 
 
 def compute_dtype(layer: torch.nn.Module, otherwise: torch.dtype) -> torch.dtype:
