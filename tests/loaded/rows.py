@@ -1,0 +1,11 @@
+"""All rows of docs/loading.md, group by group. A new group is a module with a `ROWS`, and a line here."""
+
+from __future__ import annotations
+
+from tests.loaded import quantized
+from tests.loaded.row import Row
+
+GROUPS: dict[str, tuple[Row, ...]] = {
+    "Weights, as they came": quantized.ROWS,
+}
+ROWS = tuple(row for rows in GROUPS.values() for row in rows)

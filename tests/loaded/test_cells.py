@@ -1,0 +1,149 @@
+"""Every cell of docs/loading.md: the lever acts and is undone bit by bit, or says its sentence and changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffaccel import accelerate, attach, plan, restore
+from diffaccel.errors import DiffaccelError
+from tests.loaded.columns import BY_NAME, COLUMNS, FREE, Column
+from tests.loaded.row import LIBRARY, PLAN, RUN, Row
+from tests.loaded.rows import ROWS
+from tests.loaded.state import changes, state_of
+from tests.quantization.loras import state_dict
+
+CELLS = [
+    pytest.param(
+        row, column, id=f"{row.name}-{column.name}".replace("`", ""), marks=[pytest.mark.slow] if row.slow else []
+    )
+    for row in ROWS
+    for column in COLUMNS
+]
+
+
+@pytest.mark.parametrize(("row", "column"), CELLS)
+def test_a_cell(row: Row, column: Column, tmp_path: Path) -> None:
+    for package in row.needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}: pip install 'diffaccel[loaded]'")
+    torch.compiler.reset()
+    cell = Cell(row, column, tmp_path)
+    if column.name in ("lora", "save"):
+        getattr(cell, column.name)()
+    elif column.name in row.cells and row.cells[column.name].where == PLAN:
+        cell.refused()
+    else:
+        cell.acts()
+
+
+class Cell:
+    """One lever on one way of loading."""
+
+    def __init__(self, row: Row, column: Column, folder: Path) -> None:
+        self.row, self.folder = row, folder
+        self.says = row.cells.get(column.name)
+        self.column = column
+        self.call = dict(column.call.get(row.family, {}))
+        self.options = dict(column.options)
+        if "offload" in self.options:
+            self.options["offload_folder"] = str(folder)
+        self.pipe = row.build()
+        self.plain = self.picture(self.pipe)
+        self.before = state_of(self.pipe)
+        if row.after is not None:  # what is done later may change the picture: the truth has it too
+            other = row.build()
+            row.after(other)
+            self.plain = self.picture(other)
+
+    def picture(self, pipe: Any) -> torch.Tensor:
+        found: torch.Tensor = self.row.picture(pipe, **self.call)
+        return found.clone()
+
+    def acts(self) -> None:
+        """The lever changes what it is to change, twice alike, and leaves nothing behind."""
+        pipe = accelerate(self.pipe, None, strict=True, **self.options)
+        if self.row.after is not None:
+            self.row.after(pipe)
+        first, second = self.picture(pipe), self.picture(pipe)
+        assert first.equal(second) or self.column.name == "compile"
+        if self.says is not None:
+            assert self.says.where == RUN
+            assert any(self.says.text in note for note in pipe.acceleration.report.notes)
+            assert second.equal(self.plain)
+        else:
+            assert self.column.acted is not None and self.column.acted(pipe, self.plain, second)
+            assert second.equal(self.plain) or not self.column.exact
+        self.undone()
+
+    def undone(self) -> None:
+        """The picture and every weight are those from before."""
+        restore(self.pipe)
+        assert self.picture(self.pipe).equal(self.plain)
+        if self.row.after is None:
+            assert changes(self.before, state_of(self.pipe)) == []
+
+    def refused(self) -> None:
+        """The plan says the sentence, strict raises it, and nothing has changed."""
+        assert self.says is not None
+        decision = plan(self.pipe, None, **self.options)
+        item = decision.item(self.column.item)
+        assert item.status != "enabled" and self.says.text in item.reason, item.reason
+        with pytest.raises(DiffaccelError) as raised:
+            accelerate(self.pipe, None, strict=True, **self.options)
+        assert self.says.text in str(raised.value) and len(str(raised.value)) <= 300
+        assert changes(self.before, state_of(self.pipe)) == []
+        assert self.picture(self.pipe).equal(self.plain)
+
+    def lora(self) -> None:
+        """Strengths are absolute, and unloading is exact."""
+        state = state_dict(self.pipe, self.row.family)
+        pipe = attach(self.pipe)
+        if self.says is not None:
+            with pytest.raises(DiffaccelError) as raised:
+                pipe.acceleration.loras.load(state, "a", 0.5)
+            assert self.says.text in str(raised.value) and len(str(raised.value)) <= 300
+            return self.undone()
+        pipe.acceleration.loras.load(state, "a", 0.5)
+        if self.row.after is not None:
+            self.row.after(pipe)
+        half = self.picture(pipe)
+        pipe.acceleration.loras.set({"a": 1.0})
+        whole = self.picture(pipe)
+        assert not half.equal(self.plain) and not whole.equal(half)
+        pipe.acceleration.loras.set({"a": 0.5})
+        assert self.picture(pipe).equal(half)
+        pipe.acceleration.loras.unload("a")
+        assert self.picture(pipe).equal(self.plain)
+        return self.undone()
+
+    def save(self) -> None:
+        """The files are those of a pipeline that was never touched, or the library refuses both alike."""
+        touched = accelerate(self.row.build(), None, strict=True, cache="schedule", cache_steps=[0, 1, 3], **FREE)
+        self.picture(touched)
+        found = [self._saved(touched, "touched"), self._saved(self.pipe, "plain")]
+        assert found[0] == found[1]
+        if self.says is not None:
+            assert self.says.where == LIBRARY and self.says.text in found[0]
+        else:
+            assert isinstance(found[0], dict) and len(found[0]) > 3
+
+    def _saved(self, pipe: Any, name: str) -> Any:
+        try:
+            pipe.save_pretrained(self.folder / name)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        files = sorted((self.folder / name).rglob("*.*"))
+        return {
+            str(file.relative_to(self.folder / name)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+        }
+
+
+def test_every_sentence_belongs_to_a_column() -> None:
+    assert {name for row in ROWS for name in row.cells} <= set(BY_NAME)
+    assert len({row.name for row in ROWS}) == len(ROWS)
