@@ -7,7 +7,7 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .core.compat import Args, Argument, Forward, Kwargs, Output
     from .core.protocols import Pipeline
     from .core.run import Request
+    from .quality.measurement import Measurement
     from .quantization.lora.manager import Loras
 
 CALLBACK_OBJECTS = (MultiPipelineCallbacks, PipelineCallback)
@@ -62,6 +63,7 @@ class Acceleration:
         self._pipe = weakref.ref(pipe)
         self._decision = decision
         self.report: RunReport | None = None
+        self._measurement: Measurement | None = None  # of the plan in force
         self.retired = False  # after restore: a kept handle, or a shallow copy of the pipeline, changes nothing more
         self.lock = threading.RLock()
         self._runs: list[Run] = []  # runs in progress, outermost first; all of the thread that holds the lock
@@ -86,7 +88,8 @@ class Acceleration:
             replace(item, reason=f"stands down: {displaced[item.name]}") if item.name in displaced else item
             for item in items
         )
-        return replace(plan, items=items)
+        plan = replace(plan, items=items)
+        return plan if self._measurement is None else plan.with_measured(self._measurement.summary())
 
     @property
     def wishes(self) -> dict[str, object]:
@@ -104,6 +107,20 @@ class Acceleration:
     def has_loras(self) -> bool:
         """Is any LoRA of ours loaded (also one without effect)?"""
         return not self.retired and bool(self._decision.wishes.get("lora_adapters"))
+
+    def measure(self, prompts: str | Sequence[str], *, seeds: int | Sequence[int] = 0, **call: object) -> Plan:
+        """Run every prompt plain and accelerated, in turn; the plan, whose items then say what was measured: PSNR in
+        dB (mean, lowest), SSIM, and speed (median over prompts of plain seconds / accelerated seconds).
+
+        `seeds`: one per prompt, or the first one; `call`: the pipeline's own arguments. Pipeline, scheduler and random
+        state are afterwards as before. Raises InvalidOptionError for bad input, before anything is run.
+        """
+        from .quality.measurement import measure
+
+        self._require_life("measure")
+        with self.idle("measure"):
+            self._measurement = measure(self, prompts, seeds, call)
+        return self.plan
 
     def restore(self) -> Pipeline:
         """Undo everything; returns the pipeline. See `diffaccel.restore`."""
@@ -194,7 +211,7 @@ class Acceleration:
                 notes = [note, *notes]
             if notes:
                 decision = decision._replace(plan=replace(decision.plan, notes=(*decision.plan.notes, *notes)))
-            self._decision, self.report = decision, None
+            self._decision, self.report, self._measurement = decision, None, None
 
     def change(self, key: str, value: str | bool | None, parameters: Mapping[str, object] | None = None) -> None:
         """Give one place another value, or none; the levers at other places stay as they are.

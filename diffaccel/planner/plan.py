@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, TypedDict, TypeVar, cast
 
 from ..errors import InvalidOptionError, unknown
@@ -105,6 +105,18 @@ class Plan:
     def enabled(self) -> tuple[str, ...]:
         """Names of the items that are on."""
         return tuple(item.name for item in self.items if item.status == "enabled")
+
+    def with_measured(self, values: Mapping[str, object]) -> Plan:
+        """The plan whose enabled items carry what a measurement of all of them together gave."""
+        count = len(self.enabled)
+        together: dict[str, object] = {"items_together": count} if count > 1 else {}
+        items = tuple(
+            replace(item, measured={**(item.measured or {}), **values, **together, "origin": "measured"})
+            if item.status == "enabled"
+            else item
+            for item in self.items
+        )
+        return replace(self, items=items)
 
     # ---- plain data ------------------------------------------------------------------------------------
 
