@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..core.classes import SharedSubclasses
-from ..core.compat import unwrap_module
+from ..core.wrappers import own_modules
 
 DISPATCH = "dispatch_attention_fn"
 SDPA = "scaled_dot_product_attention"
@@ -80,7 +80,7 @@ def _helpers(call: types.FunctionType) -> dict[str, types.FunctionType]:
 
 def processors(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Any]]:
     """(path, attention module, processor) of every module of a denoiser that has a processor."""
-    for name, child in unwrap_module(module).named_modules():
+    for name, child in own_modules(module).items():
         processor = getattr(child, "processor", None)
         if processor is not None and callable(processor):
             yield name, child, processor

@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
-from ..core.chain import PREFIX, compiled_body, set_compiled
+from ..core.chain import PREFIX, compiled_body, set_compiled, whole_in_graph
 from ..core.compat import REGISTRY, compile_backends, compile_counts, no_duck_shape, unwrap_module
 from ..core.listener import Listener
 from ..core.options import BOOLEAN, GOT, short, take
 from ..core.run import Call, Run
 from ..core.state import PerRun
+from ..core.wrappers import in_a_graph, sharded
 from ..errors import IncompatibleError, InvalidOptionError, MissingDependencyError, nearest
 from .toolchain import lacks
 
@@ -77,11 +78,17 @@ class RegionalCompile:
         spec = target.spec
         if not spec.stack:
             return Verdict.no(f"{spec.family}: {spec.no_stack}; there are no blocks to compile one by one")
-        whole = next((name for name, module in _denoisers(target) if _compiled_whole(module)), None)
+        whole = next((name for name, module in _denoisers(target) if whole_in_graph(module)), None)
         if whole is not None:
             return Verdict.refuse(
                 f"{whole} is compiled as a whole already (torch.compile): its blocks are inside that graph. Give the "
                 "pipeline the plain model, or leave compile off",
+                IncompatibleError,
+            )
+        cut = next((name for name, module in _denoisers(target) if sharded(module) is not None), None)
+        if cut is not None:
+            return Verdict.refuse(
+                f"{cut} is cut into shards by FSDP, gathered inside of what would be compiled: leave it off",
                 IncompatibleError,
             )
         missing = lacks(self.backend, target.hardware)
@@ -193,13 +200,9 @@ def _blocks(target: Target) -> Iterator[torch.nn.Module]:
                     yield block
 
 
-def _compiled_whole(module: torch.nn.Module) -> bool:
-    return unwrap_module(module) is not module or compiled_body(module) is not None
-
-
 def _users(block: torch.nn.Module) -> bool:
     """Did somebody else compile this block?"""
-    if unwrap_module(block) is not block:
+    if in_a_graph(block):
         return True
     compiled = compiled_body(block)
     return compiled is not None and not getattr(compiled, OURS, False)
@@ -207,7 +210,7 @@ def _users(block: torch.nn.Module) -> bool:
 
 def _displaced(target: Target, done: list[torch.nn.Module]) -> str:
     """What of the blocks that we compiled is not ours any more, in a clause."""
-    whole = next((name for name, module in _denoisers(target) if _compiled_whole(module)), None)
+    whole = next((name for name, module in _denoisers(target) if whole_in_graph(module)), None)
     if whole is not None:
         return f"{whole} was compiled as a whole since, and its blocks are inside that graph"
     present = {id(block) for block in _blocks(target)}

@@ -36,6 +36,7 @@ from .compat import (
     unwrap_module,
 )
 from .place import LAST, Rank
+from .wrappers import attributes_of, in_a_graph, is_compiled, wrappers
 
 PREFIX = "diffaccel."
 
@@ -119,6 +120,12 @@ def compiled_body(module: torch.nn.Module) -> Forward | None:
     return None
 
 
+def whole_in_graph(module: torch.nn.Module) -> bool:
+    """Is the model compiled as a whole, by `torch.compile(module)` or by `module.compile()` of it or of a wrapper?"""
+    model = unwrap_module(module)
+    return in_a_graph(module) or any(compiled_body(one) is not None for one in (*wrappers(module), model))
+
+
 def _ours(module: torch.nn.Module) -> list[Link]:
     """Our links on a module, innermost first. (A module and its torch.compile'd form share a registry.)"""
     return [link for link in _of_registry(module) if link.module is module]
@@ -142,7 +149,7 @@ class Link:
         self, module: torch.nn.Module, hook: Hook, name: str, outermost: bool = False, rank: Rank = LAST
     ) -> None:
         self.module, self.hook, self.name, self.outermost, self.rank = module, hook, name, outermost, rank
-        self.owner = unwrap_module(module)  # where attributes of a compiled module live
+        self.owner = unwrap_module(module)  # whose registry it is; wrappers forward to it, and have none of their own
         others, all_ours = _ours(module), _of_registry(module)
         self.had_forward: bool = others[0].had_forward if others else "forward" in vars(module)
         self.made_registry: bool = all_ours[0].made_registry if all_ours else REGISTRY not in vars(self.owner)
@@ -220,7 +227,7 @@ class Link:
                 self._register()
                 if self._around is not None:
                     self.around(self._around)
-        if vars(self.owner).get(COMPILED) is not None:
+        if vars(self.module).get(COMPILED) is not None:
             settle_compiled(self.module)
 
     def _below_ours(self, chain: list[Wrapper]) -> bool:
@@ -249,7 +256,7 @@ class Link:
             registry._fn_refs.pop(index)
             del registry.hooks[self.name]
         self.hook.link = None
-        if compiled is not None and vars(self.owner).get(COMPILED) is None:
+        if compiled is not None and vars(self.module).get(COMPILED) is None:
             setattr(self.module, COMPILED, compiled)
         settle_compiled(self.module)
         if self.made_registry and not registry.hooks:
@@ -260,8 +267,9 @@ class Link:
         for fn in forward_chain(self.module):
             if getattr(fn, "__wrapped__", None) is self.wrapper:
                 fn.__wrapped__ = body
-        if vars(self.owner).get(OLD_FORWARD) is self.wrapper:
-            setattr(self.owner, OLD_FORWARD, body)
+        holder = attributes_of(self.module)
+        if vars(holder).get(OLD_FORWARD) is self.wrapper:
+            setattr(holder, OLD_FORWARD, body)
         for ref in self.registry._fn_refs:
             if ref is not self.hook.fn_ref:
                 if ref.original_forward is self.wrapper:
@@ -283,7 +291,7 @@ class Link:
 def settle_compiled(module: torch.nn.Module) -> None:
     """A compiled `__call__` belongs inside of all our hooks: it lies in the body of the innermost, or, where there is
     none, on the module. Whoever compiled last is in force."""
-    if unwrap_module(module) is not module:
+    if is_compiled(module):
         return  # torch.compile(module): our wrappers sit outside of it
     links = _ours(module)
     compiled = compiled_body(module)

@@ -24,10 +24,11 @@ from diffusers.models.attention_dispatch import (
     _AttentionBackendRegistry,
 )
 from diffusers.models.attention_dispatch import dispatch_attention_fn as dispatch_attention
-from diffusers.utils.torch_utils import unwrap_module
 
 # set_eval_frame(None) keeps torch.compile out of everything that is called until the value it returned is set again.
 from torch._C._dynamo.eval_frame import set_eval_frame
+
+from .wrappers import sharded, unwrap_module
 
 __all__ = [
     "AttentionBackendName",
@@ -119,10 +120,11 @@ def eager(fn: F) -> F:
 
 def native_cache(module: torch.nn.Module) -> str | None:
     """The name of a diffusers step cache that is on in `module`, or None."""
-    config = getattr(module, "_cache_config", None)
+    model = unwrap_module(module)
+    config = getattr(model, "_cache_config", None)
     if config is not None:
         return type(config).__name__
-    for child in unwrap_module(module).modules():
+    for child in model.modules():
         registry = getattr(child, REGISTRY, None)
         for name in getattr(registry, "hooks", {}):
             if name in NATIVE_CACHE_HOOKS:
@@ -131,15 +133,20 @@ def native_cache(module: torch.nn.Module) -> str | None:
 
 
 def foreign_offload(module: torch.nn.Module) -> str | None:
-    """Whose offload (not ours) moves the weights of `module`, or None."""
-    if getattr(module, "hf_device_map", None):
+    """Whose offload (not ours) moves the weights of `module`, or None.
+
+    A device map says where a model was loaded: with one device in it (`from_single_file`, `device_map="cuda"`) nothing
+    moves. What moves is seen by its hooks, or by more devices than one.
+    """
+    places = {str(place) for place in (getattr(unwrap_module(module), "hf_device_map", None) or {}).values()}
+    if len(places) > 1 or "disk" in places:
         return "a device_map"
-    for child in unwrap_module(module).modules():
+    for child in module.modules():
         if hasattr(child, "_hf_hook"):
             return "accelerate's offload (enable_model_cpu_offload, enable_sequential_cpu_offload or a device_map)"
         if GROUP_OFFLOAD in getattr(getattr(child, REGISTRY, None), "hooks", {}):
             return "diffusers' group offload (enable_group_offload)"
-    return None
+    return None if sharded(module) is None else "FSDP (whose shards are gathered for each call)"
 
 
 def copies_held(module: torch.nn.Module) -> str:

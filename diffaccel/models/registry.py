@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..core.compat import unwrap_module
+from ..core.wrappers import class_of
 from .spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ def lookup(pipe: Pipeline) -> ModelSpec:
         module = getattr(pipe, component, None)
         if module is None:
             continue
-        name = type(unwrap_module(module)).__name__
-        config = getattr(module, "config", None)
+        name = class_of(module).__name__
+        config = getattr(unwrap_module(module), "config", None)
         for card in CARDS.values():
             known = component in card.denoisers and name in card.classes
             if known and all(getattr(config, key, None) == value for key, value in card.config):
@@ -74,7 +75,7 @@ def lookup(pipe: Pipeline) -> ModelSpec:
     if not denoisers:
         return ModelSpec(UNKNOWN, (), (), no_stack=f"it has none of {', '.join(DENOISERS)}")
     module = getattr(pipe, denoisers[0])
-    name, known = type(unwrap_module(module)).__name__, learned(module)
+    name, known = class_of(module).__name__, learned(module)
     if isinstance(known, ModelSpec):
         return known
     if known is None:

@@ -104,6 +104,8 @@ def plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.
     if type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__"):
         for part in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, part)
+            if not isinstance(inner, torch.Tensor):  # a DTensor's device mesh
+                raise IncompatibleError(f"{name}: a {type(tensor).__name__} is no plain memory, it has a {part}")
             if getattr(tensor, part) is not inner:
                 raise IncompatibleError(f"{name}: {type(tensor).__name__} makes its {part} anew each time")
             yield from plain_tensors(f"{name}.{part}", inner)

@@ -64,8 +64,10 @@ def _sizes(pipe: Pipeline) -> dict[str, int]:
     }
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _bytes(tensor: object) -> int:
     """Bytes of a tensor; of one that wraps others (a quantized weight), theirs."""
+    if not isinstance(tensor, torch.Tensor):
+        return 0  # a DTensor lists its device mesh among its parts
     inner = getattr(tensor, "__tensor_flatten__", None)
     if inner is None or type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor.numel() * tensor.element_size()

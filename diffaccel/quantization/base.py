@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
-from ..core.compat import REGISTRY, unwrap_module
+from ..core.compat import unwrap_module
 from ..core.holders import Holders
 from ..core.options import BOOLEAN, choose_name, take, take_plain
 from ..core.run import Run
@@ -21,17 +21,11 @@ from .backends import BACKENDS, NATIVE, Recipe
 from .guard import Plain, Watch
 from .originals import Checkpoint, Originals
 from .policy import Policy, Selection, select, select_encoder
-from .swap import ON_META, Swapped, cast_in_graphs, foreign, on_meta, replaced_in_words, users
+from .swap import ON_META, Swapped, cast_in_graphs, foreign, held_of, on_meta, replaced_in_words, users
 from .weights import DYNAMIC, ScaledWeight, holds_scaled, tensor_bytes, weight_bytes
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 _POLICY = [f.name for f in fields(Policy) if f.name not in ("convs", "multiple_of")]
-
-# Hooks of diffusers that hold on to a model's parameters, or cast them.
-_HOLDING_HOOKS = {
-    "group_offloading": "diffusers' group offload holds the model's weights: quantize first, then offload",
-    "layerwise_casting": "diffusers' layerwise casting stores the weights without scales: load the model without it",
-}
 
 HOLDERS: Holders[Any] = Holders()  # the pipeline that has quantized a model
 
@@ -118,6 +112,9 @@ class QuantizedWeights:
         refusal = self._refused_by(recipe, target.hardware)
         if refusal is not None:
             return Verdict.refuse(refusal, IncompatibleError)
+        theirs = held_of(target, ENCODERS if self.text_encoders else ())
+        if theirs:
+            return Verdict.refuse(theirs, IncompatibleError)
         parts = list(self._parts(target, recipe))
         if not any(selection.quantized for _, _, selection in parts):
             return Verdict.no(f"no layer is left to quantize: {parts[0][2].summary() if parts else 'no model'}")
@@ -150,10 +147,6 @@ class QuantizedWeights:
                 "leave its weights to it",
                 IncompatibleError,
             )
-        for child in module.modules():
-            for hook in getattr(getattr(child, REGISTRY, None), "hooks", {}):
-                if hook in _HOLDING_HOOKS:
-                    return Verdict.refuse(f"{component}: {_HOLDING_HOOKS[hook]}", IncompatibleError)
         away = next((name for name in selection.quantized if on_meta(module, name)), None)
         if away is not None:
             return Verdict.refuse(f"{component}: the weight of {away} {ON_META}", IncompatibleError)

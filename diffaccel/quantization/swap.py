@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..core.accelerator import Target
 from ..core.chain import compiled_body
-from ..core.compat import CASTING, REGISTRY, copies_held
+from ..core.compat import CASTING, GROUP_OFFLOAD, REGISTRY, copies_held
 from ..core.hooked_forward import HF_HOOK
+from ..core.wrappers import own_modules, sharded
 from ..errors import UnsupportedModelError
 from ..models.fusions import FUSED
 from .backends import Convert
@@ -23,6 +25,13 @@ ON_META = (
     "is away: accelerate's offload (enable_sequential_cpu_offload or a device_map) lets it in for a call only. "
     "Take that off first, and use an offload of diffaccel in its place"
 )
+
+
+# Hooks of diffusers that hold on to a model's parameters, or cast them.
+HOLDING_HOOKS = {
+    GROUP_OFFLOAD: "diffusers' group offload holds the model's weights: quantize first, then offload",
+    CASTING: "diffusers' layerwise casting stores the weights without scales: load the model without it",
+}
 
 
 def on_meta(module: nn.Module, name: str) -> bool:
@@ -39,6 +48,29 @@ def taken_away(layer: nn.Module) -> bool:
     return any(getattr(one, "offload", False) for one in hooks) or any(
         tensor is not None and tensor.device.type == "meta" for tensor in tensors
     )
+
+
+def held_of(target: Target, more: Iterable[str] = ()) -> str:
+    """`held` of the denoisers and of the components named in `more`."""
+    for component in (*target.spec.denoisers, *more):
+        module = getattr(target.pipe, component, None)
+        why = held(component, module) if isinstance(module, nn.Module) else ""
+        if why:
+            return why
+    return ""
+
+
+def held(component: str, module: nn.Module) -> str:
+    """Who holds on to a model's weights so that they cannot be exchanged, and what to do about it; "" for nobody."""
+    if sharded(module) is not None:
+        return f"{component} is cut into shards by FSDP: quantize the plain model, before it is sharded"
+    for name, child in own_modules(module).items():
+        for hook in getattr(getattr(child, REGISTRY, None), "hooks", {}):
+            if hook in HOLDING_HOOKS:
+                return f"{component}: {HOLDING_HOOKS[hook]}"
+        if isinstance(child, nn.Linear) and taken_away(child):
+            return f"{component}: the weight of {name} {ON_META}"
+    return ""
 
 
 def fused_into(module: nn.Module, name: str) -> str:

@@ -190,7 +190,8 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None or type(tensor) in (torch.Tensor, nn.Parameter):
         return tensor.numel() * tensor.element_size()
-    return sum(tensor_bytes(getattr(tensor, name)) for name in flatten()[0])
+    parts = (getattr(tensor, name) for name in flatten()[0])  # of a DTensor, one is its device mesh
+    return sum(tensor_bytes(part) for part in parts if isinstance(part, torch.Tensor))
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...core.accelerator import Target
-from ...core.chain import PREFIX, compiled_body
+from ...core.chain import PREFIX, whole_in_graph
 from ...core.compat import REGISTRY, foreign_offload, unwrap_module
 from ...models.spec import BlockList
 from ..packing import pack, shared_between, span, tensors_of
@@ -103,7 +103,7 @@ def work_per_token(block: torch.nn.Module) -> float:
 def compiled_whole(target: Target) -> str | None:
     """The first denoiser that is compiled as a whole."""
     for name, module in denoisers(target):
-        if unwrap_module(module) is not module or compiled_body(module) is not None:
+        if whole_in_graph(module):
             return name
     return None
 

@@ -118,7 +118,7 @@ def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch
         yield name, tensor
         return
     names, meaning = tensor.__tensor_flatten__()
-    for inner in names:
+    for inner in (name for name in names if isinstance(getattr(tensor, name), torch.Tensor)):
         yield from _plain_tensors(f"{name}|{type(tensor).__qualname__}|{meaning!r}|{inner}", getattr(tensor, inner))
 
 

@@ -19,7 +19,8 @@ from diffusers.utils.state_dict_utils import (
 )
 
 from ...core.compat import lora_control_norms, lora_file, unwrap_module
-from ...errors import InvalidOptionError, UnsupportedModelError, unknown
+from ...core.wrappers import flattened, own_modules
+from ...errors import IncompatibleError, InvalidOptionError, UnsupportedModelError, unknown
 from .names import dropped, magnitudes, take_doras
 from .pairs import Pair, Replaced, Tensor, Weights, kronecker, unfit
 from .scales import Scales, scales
@@ -306,8 +307,13 @@ def _fitted(pipe: Pipeline, name: str, part: Component, problems: list[str]) -> 
         problems.append(f"{name}: the pipeline has no such component ({len(part.layers)} layers)")
         return {}
     problems += [f"{name}.{key}: not one of a low-rank pair" for key in part.strange]
+    if flattened(module):
+        raise IncompatibleError(
+            f"lora: {name} is cut into shards by FSDP (FullyShardedDataParallel), and its layers have no weights "
+            "of their own: load the LoRA into the plain model, before it is wrapped"
+        )
     module = unwrap_module(module)
-    layers = dict(module.named_modules())
+    layers = own_modules(module)
     flat = name.startswith("text_encoder") and not hasattr(module, "text_model")  # older files have that level
     widens = lora_control_norms(pipe) is not None and name in DENOISERS
     made: dict[str, Pair | Replaced] = {}

@@ -13,6 +13,7 @@ from ...core.chain import Link
 from ...core.compat import copies_held, host_edit, unwrap_module
 from ...core.place import Rank
 from ...core.run import Run
+from ...core.wrappers import peft_wrapped
 from ...errors import IncompatibleError, InvalidOptionError
 from ..swap import ON_META, fused_since, on_meta, taken_away
 from .call_scale import CallScale, scale_in, watch
@@ -20,12 +21,15 @@ from .control import widen
 from .layers import bypassed, put_on, refusal
 from .pairs import Pair, Replaced, Weights
 
-FOREIGN = "has LoRAs that were loaded by diffusers: pipe.unload_lora_weights() first, then load them here"
+LOADED = "has LoRAs that were loaded by diffusers: pipe.unload_lora_weights() first, then load them here"
+WRAPPED = "is wrapped by peft (get_peft_model): give the pipeline {}.merge_and_unload() or {}.unload(), then load here"
 
 
-def foreign(module: torch.nn.Module) -> bool:
-    """Did diffusers or peft put adapters on this model?"""
-    return bool(getattr(unwrap_module(module), "peft_config", None))
+def foreign(component: str, module: torch.nn.Module) -> str:
+    """Where diffusers or peft put adapters on this model, what to do about it; else ""."""
+    if peft_wrapped(module):
+        return f"{component} {WRAPPED.format(component, component)}"
+    return f"{component} {LOADED}" if getattr(unwrap_module(module), "peft_config", None) else ""
 
 
 Parts = Mapping[str, float | Mapping[str, float]]  # component -> factor, or part of a layer's name -> factor
@@ -105,8 +109,9 @@ class Lora:
             module = getattr(target.pipe, component, None)
             if module is None:
                 return Verdict.no(f"the pipeline has no {component}", InvalidOptionError)
-            if foreign(module):
-                return Verdict.refuse(f"{component} {FOREIGN}", IncompatibleError)
+            theirs = foreign(component, module)
+            if theirs:
+                return Verdict.refuse(theirs, IncompatibleError)
             why = self._held(component, unwrap_module(module))
             if why:
                 return Verdict.refuse(f"{component}: {why}", IncompatibleError)

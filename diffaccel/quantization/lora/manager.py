@@ -17,7 +17,7 @@ from ...core.options import BOOLEAN, Check, confirm, is_number
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, unknown
 from .call_scale import CallScale
 from .files import read
-from .lever import FOREIGN, Adapter, Applied, LoraEdit, Parts, foreign
+from .lever import Adapter, Applied, LoraEdit, Parts, foreign
 from .pairs import Weights
 
 if TYPE_CHECKING:
@@ -85,8 +85,9 @@ class Loras:
         merge = confirm("merge", merge, BOOLEAN)
         patterns = _patterns(layers)
         for component_name, module in self._handle.pipe.components.items():
-            if isinstance(module, torch.nn.Module) and foreign(module):
-                raise IncompatibleError(f"lora: {component_name} {FOREIGN}")
+            theirs = foreign(component_name, module) if isinstance(module, torch.nn.Module) else ""
+            if theirs:
+                raise IncompatibleError(f"lora: {theirs}")
         weights: Weights = read(self._handle.pipe, source, component, patterns, **options)
         return self._adopt((*self.adapters, Adapter(name, weights, strength, merge, muted=self.muted)))
 

@@ -20,7 +20,7 @@ from ..originals import Checkpoint as Source
 from ..originals import Originals
 from ..plain_loads import refuse_plain_loads
 from ..policy import Policy
-from ..swap import ON_META, replaced_in_words, taken_away, users
+from ..swap import ON_META, held_of, replaced_in_words, taken_away, users
 from ..weights import tensor_bytes, weight_bytes
 from .backends import AUTO, BACKENDS, Chosen, choose
 from .calibration import DEFAULT_MAX_BYTES
@@ -137,10 +137,11 @@ class SvdQuant:
         if isinstance(chosen, str):
             return Verdict.refuse(chosen, IncompatibleError)
         try:
-            todo = works(target.pipe, spec, self.settings())
+            theirs = held_of(target)
+            todo = [] if theirs else works(target.pipe, spec, self.settings())
         except DiffaccelError as error:
             return Verdict.no(str(error))
-        why = _held(target, todo) or _misfit(source, todo)
+        why = theirs or _held(target, todo) or _misfit(source, todo)
         if why is not None:
             return Verdict.refuse(why, IncompatibleError)
         if self.keep_original == originals.SOURCE:

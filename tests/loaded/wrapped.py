@@ -1,0 +1,81 @@
+"""Rows of docs/loading.md: denoisers that are wrapped or compiled, and pipelines under hooks of other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+
+
+class Forwarding(torch.nn.DataParallel):
+    """As pipelines need it: without the model's attributes (`config`, `dtype`), no call of diffusers gets through."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+def peft(pipe: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+    pipe.transformer = get_peft_model(pipe.transformer, config)
+    torch.random.set_rng_state(state)
+    return pipe
+
+
+def parallel(pipe: Any) -> Any:
+    pipe.transformer = Forwarding(pipe.transformer)
+    return pipe
+
+
+def _group() -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def sharded_whole(pipe: Any) -> Any:
+    """FSDP 1, block by block and as a whole; one process."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    _group()
+    model = pipe.transformer
+    kinds = {type(model.transformer_blocks[0]), type(model.single_transformer_blocks[0])}
+    pipe.transformer = FullyShardedDataParallel(model, device_id=CPU, auto_wrap_policy=ModuleWrapPolicy(kinds))
+    return pipe
+
+
+def sharded_in_place(pipe: Any) -> Any:
+    """FSDP 2, block by block and as a whole; one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    _group()
+    mesh = init_device_mesh("cpu", (1,))
+    for block in (*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks):
+        fully_shard(block, mesh=mesh)
+    fully_shard(pipe.transformer, mesh=mesh)
+    return pipe
+
+
+def compiled(pipe: Any) -> Any:
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    return pipe
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "`get_peft_model`": peft,
+    "`DataParallel`": parallel,
+    "`FullyShardedDataParallel`": sharded_whole,
+    "`fully_shard`": sharded_in_place,
+    "`torch.compile(transformer)`": compiled,
+}
