@@ -5,7 +5,8 @@
     images = pipe(prompts, **testbed.call_kwargs("image")).images
     testbed.score(images, prompts)["score"]
 
-"video" in place of "image" is a WanPipeline; its prompts are `prompts(kind="video")`.
+"video" in place of "image" is a WanPipeline, "scenes" a StableDiffusion3Pipeline with several things per picture;
+their prompts are `prompts(kind="video")` and `prompts(kind="scenes")`. `with_shift(pipe, 1.0)` changes noise levels.
 Importing this package imports neither torch nor diffusers.
 """
 
@@ -14,5 +15,6 @@ from __future__ import annotations
 from .bundle import call_kwargs, load
 from .prompting import prompts
 from .scoring import score
+from .shifts import with_shift
 
-__all__ = ["call_kwargs", "load", "prompts", "score"]
+__all__ = ["call_kwargs", "load", "prompts", "score", "with_shift"]

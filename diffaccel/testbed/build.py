@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
     from transformers import CLIPTextModel, T5EncoderModel
 
+    from .build_scenes import ScenesSize
+
 
 @dataclass(frozen=True)
 class Size:
@@ -27,7 +29,7 @@ class Size:
     vae_channels: tuple[int, int, int] = (16, 32, 32)
 
 
-def vae(size: Size) -> AutoencoderKL:
+def vae(size: Size | ScenesSize) -> AutoencoderKL:
     """Convolutional autoencoder, 4x down: [B, 3, H, W] in -1..1 to [B, latent_channels, H/4, W/4]."""
     from diffusers import AutoencoderKL
 

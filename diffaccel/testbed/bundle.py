@@ -6,18 +6,27 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import FluxPipeline, WanPipeline
+    from diffusers import FluxPipeline, StableDiffusion3Pipeline, WanPipeline
 
-KINDS: tuple[str, ...] = ("image", "video")
+Pipeline: TypeAlias = "FluxPipeline | WanPipeline | StableDiffusion3Pipeline"
+KINDS: tuple[str, ...] = ("image", "video", "scenes")
 _USUAL: dict[str, dict[str, Any]] = {
     "image": {"height": 96, "width": 96, "guidance_scale": 3.5},
     "video": {"height": 64, "width": 64, "num_frames": 9, "guidance_scale": 4.0},
+    "scenes": {"height": 64, "width": 64, "guidance_scale": 4.0, "max_sequence_length": 8},
 }
 WEIGHTS = Path(__file__).parent / "weights"
+ELSEWHERE = "DIFFACCEL_TESTBED_WEIGHTS"  # environment variable: a folder of kinds that come before the bundled ones
+
+
+def folder_of(kind: str) -> Path:
+    """Where the weights of a kind lie: below the folder that the environment names if they are there, else bundled."""
+    named = Path(os.environ.get(ELSEWHERE) or WEIGHTS) / kind
+    return named if (named / "model_index.json").exists() else WEIGHTS / kind
 
 
 def check(kind: str) -> None:
@@ -33,7 +42,7 @@ def call_kwargs(kind: str = "image") -> dict[str, Any]:
     from .tokenizers import TEXT_LENGTH
 
     check(kind)
-    return {**_USUAL[kind], "max_sequence_length": TEXT_LENGTH}
+    return {"max_sequence_length": TEXT_LENGTH, **_USUAL[kind]}
 
 
 @overload
@@ -46,15 +55,17 @@ def load(
 ) -> WanPipeline: ...
 @overload
 def load(
-    kind: str, *, torch_dtype: torch.dtype | None = None, random: bool = False, seed: int = 0
-) -> FluxPipeline | WanPipeline: ...
+    kind: Literal["scenes"], *, torch_dtype: torch.dtype | None = None, random: bool = False, seed: int = 0
+) -> StableDiffusion3Pipeline: ...
+@overload
+def load(kind: str, *, torch_dtype: torch.dtype | None = None, random: bool = False, seed: int = 0) -> Pipeline: ...
 def load(
     kind: str = "image", *, torch_dtype: torch.dtype | None = None, random: bool = False, seed: int = 0
-) -> FluxPipeline | WanPipeline:
-    """A FluxPipeline ("image") or WanPipeline ("video") with the bundled trained weights; nothing is downloaded.
+) -> Pipeline:
+    """A FluxPipeline ("image"), WanPipeline ("video") or StableDiffusion3Pipeline ("scenes") with its trained weights.
 
     `random=True` draws the same architecture from `seed` instead of reading weights. `torch_dtype` is float32
-    unless told; the weights lie on disk as float16.
+    unless told; the weights lie on disk as float16; nothing is downloaded.
     """
     import torch
 
@@ -65,7 +76,7 @@ def load(
         if dtype is not torch.float32:
             pipe = pipe.to(dtype)
     else:
-        folder = WEIGHTS / kind
+        folder = folder_of(kind)
         if not (folder / "model_index.json").exists():
             raise FileNotFoundError(
                 f"the trained weights are missing from {folder}: reinstall the package, or train them with "
@@ -78,22 +89,26 @@ def load(
     return pipe
 
 
-def untrained(kind: str, seed: int, size: Any = None) -> FluxPipeline | WanPipeline:
-    """The untrained pipeline of one kind; `size` is its `Size` or `VideoSize`, the bundled one unless told."""
-    from . import build, build_video
+def untrained(kind: str, seed: int, size: Any = None) -> Pipeline:
+    """The untrained pipeline of one kind; `size` is its `Size`, the bundled one unless told."""
+    from . import build, build_scenes, build_video
 
+    if kind == "scenes":
+        return build_scenes.pipeline(size, seed)
     return build_video.pipeline(size, seed) if kind == "video" else build.pipeline(size, seed)
 
 
-def read(kind: str, folder: Path, dtype: torch.dtype) -> FluxPipeline | WanPipeline:
+def read(kind: str, folder: Path, dtype: torch.dtype) -> Pipeline:
     """The pipeline that `export` wrote to `folder`."""
     import diffusers
 
-    cls = diffusers.WanPipeline if kind == "video" else diffusers.FluxPipeline
-    return cls.from_pretrained(str(folder), dtype=dtype, local_files_only=True, use_safetensors=True)
+    classes = {"video": diffusers.WanPipeline, "scenes": diffusers.StableDiffusion3Pipeline}
+    absent = {"text_encoder_3": None, "tokenizer_3": None} if kind == "scenes" else {}
+    cls = classes.get(kind, diffusers.FluxPipeline)
+    return cls.from_pretrained(str(folder), dtype=dtype, local_files_only=True, use_safetensors=True, **absent)
 
 
-def export(pipe: FluxPipeline | WanPipeline, folder: Path) -> None:
+def export(pipe: Pipeline, folder: Path) -> None:
     """Write `pipe` to `folder` as float16 safetensors in diffusers format, replacing it whole."""
     from safetensors.torch import load_file, save_file
 

@@ -1,6 +1,6 @@
 """The testbed's figures: does it draw what the prompt says, and is its trajectory smooth?
 
-A shape is (height, width) for pictures and (frames, height, width) for clips; its length says the kind.
+A shape is (height, width) for pictures and (frames, height, width) for clips.
 """
 
 from __future__ import annotations
@@ -10,23 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import bundle, motion, scoring, world
+from . import bundle, motion, scenes, scoring, world
 from .prompting import prompts
 from .tasks import Shape
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, AutoencoderKLWan, FluxPipeline, WanPipeline
+    from diffusers import AutoencoderKL, AutoencoderKLWan
+
+    from .bundle import Pipeline
 
 SIZES: dict[str, tuple[Shape, ...]] = {  # the first is the cheapest
     "image": ((64, 64), (96, 96), (128, 128), (96, 64)),
     "video": ((9, 48, 48), (9, 64, 64), (17, 48, 48), (17, 64, 64)),
+    "scenes": ((64, 64), (128, 128)),
 }
 _AT_ONCE = 32
 
 
-def kind_of(shape: Shape) -> str:
-    """ "image" for (height, width), "video" for (frames, height, width)."""
-    return "image" if len(shape) == 2 else "video"
+def kind_of(pipe: Pipeline) -> str:
+    """The testbed whose pipeline this is, by its class."""
+    return {"FluxPipeline": "image", "WanPipeline": "video", "StableDiffusion3Pipeline": "scenes"}[type(pipe).__name__]
 
 
 def name_of(shape: Shape) -> str:
@@ -41,7 +44,7 @@ def usual_shape(kind: str) -> Shape:
 
 
 def generate(
-    pipe: FluxPipeline | WanPipeline,
+    pipe: Pipeline,
     texts: Sequence[str],
     shape: Shape,
     steps: int = 28,
@@ -53,18 +56,20 @@ def generate(
 
     pipe.set_progress_bar_config(disable=True)
     size = dict(zip(("width", "height", "num_frames"), reversed(shape), strict=False))
-    arguments = {**bundle.call_kwargs(kind_of(shape)), **size, "num_inference_steps": steps, **changes}
+    arguments = {**bundle.call_kwargs(kind_of(pipe)), **size, "num_inference_steps": steps, **changes}
     out = []
     for start in range(0, len(texts), _AT_ONCE):
         chunk = list(texts[start : start + _AT_ONCE])
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(chunk))]
         result = pipe(chunk, generator=generators, output_type="np", **arguments)
-        out.append(result.frames if kind_of(shape) == "video" else result.images)
+        out.append(result.frames if len(shape) == 3 else result.images)
     return np.concatenate(out)
 
 
-def _draw(text: str, shape: Shape, seed: int) -> np.ndarray:
+def _draw(text: str, shape: Shape, seed: int, kind: str) -> np.ndarray:
     *frames, height, width = shape
+    if kind == "scenes":
+        return scenes.render(scenes.parse(text), height, width, seed)
     if frames:
         return motion.render(motion.parse(text), frames[0], height, width, seed)
     return world.render(world.parse(text), height, width, seed)
@@ -77,19 +82,20 @@ def psnr(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return decibels
 
 
-def smoothness(pipe: FluxPipeline | WanPipeline, count: int, shape: Shape) -> tuple[float, float]:
+def smoothness(pipe: Pipeline, count: int, shape: Shape) -> tuple[float, float]:
     """28-step against 112-step results of the same noise: (mean, lowest) PSNR in dB over test prompts."""
-    texts = prompts("test", count, kind=kind_of(shape))
+    texts = prompts("test", count, kind=kind_of(pipe))
     values = psnr(*(generate(pipe, texts, shape, steps) for steps in (28, 112)))
     return float(values.mean()), float(values.min())
 
 
-def vae_round_trip(vae: AutoencoderKL | AutoencoderKLWan, count: int, shape: Shape) -> float:
-    """Mean PSNR in dB of decode(encode(x)) over held-out scenes or clips."""
+def vae_round_trip(vae: AutoencoderKL | AutoencoderKLWan, count: int, shape: Shape, kind: str = "") -> float:
+    """Mean PSNR in dB of decode(encode(x)) over held-out scenes or clips; `kind` by the shape if not given."""
     import torch
 
-    texts = prompts("test", count, kind=kind_of(shape))
-    drawn = np.stack([_draw(text, shape, seed) for seed, text in enumerate(texts)])
+    kind = kind or ("image" if len(shape) == 2 else "video")
+    texts = prompts("test", count, kind=kind)
+    drawn = np.stack([_draw(text, shape, seed, kind) for seed, text in enumerate(texts)])
     x = torch.from_numpy(drawn).movedim(-1, 1).to(vae.dtype) * 2.0 - 1.0
     with torch.no_grad():
         y = vae.decode(vae.encode(x).latent_dist.mode()).sample
@@ -97,7 +103,7 @@ def vae_round_trip(vae: AutoencoderKL | AutoencoderKLWan, count: int, shape: Sha
     return float(psnr(drawn, back).mean())
 
 
-def quick(pipe: FluxPipeline | WanPipeline, kind: str, count: int = 32) -> dict[str, float]:
+def quick(pipe: Pipeline, kind: str, count: int = 32) -> dict[str, float]:
     """A cheap look during training, at the cheapest shape."""
     shape = SIZES[kind][0]
     texts = prompts("test", count, kind=kind)
@@ -105,7 +111,7 @@ def quick(pipe: FluxPipeline | WanPipeline, kind: str, count: int = 32) -> dict[
     return {**result, "psnr_28_112_db": smoothness(pipe, min(4, count), shape)[0]}
 
 
-def figures(pipe: FluxPipeline | WanPipeline, kind: str, count: int = 128, smooth_count: int = 16) -> dict[str, Any]:
+def figures(pipe: Pipeline, kind: str, count: int = 128, smooth_count: int = 16) -> dict[str, Any]:
     """All figures of a trained pipeline."""
     texts, usual = prompts("test", count, kind=kind), usual_shape(kind)
     scores = {name_of(shape): scoring.score(generate(pipe, texts, shape), texts) for shape in SIZES[kind]}
@@ -118,7 +124,7 @@ def figures(pipe: FluxPipeline | WanPipeline, kind: str, count: int = 128, smoot
         "test_prompts": count,
         "score": scores[name]["score"],
         "scores": scores,
-        "vae_round_trip_db": {name_of(shape): vae_round_trip(pipe.vae, 64, shape) for shape in SIZES[kind]},
+        "vae_round_trip_db": {name_of(shape): vae_round_trip(pipe.vae, 64, shape, kind) for shape in SIZES[kind]},
         "psnr_28_112_db": smooth[name][0],
         "psnr_28_112_by_size_db": {key: {"mean": mean, "lowest": low} for key, (mean, low) in smooth.items()},
         "smooth_prompts": smooth_count,

@@ -1,4 +1,4 @@
-"""The prompts of both worlds."""
+"""The prompts of every world."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from . import motion, world
+from . import motion, scenes, world
 
 
 def prompts(split: str = "test", n: int | None = None, seed: int = 0, kind: str = "image") -> list[str]:
     """`n` canonical captions (128 unless told) of one split, shuffled by `seed`; prefix-stable in `n`.
 
-    `kind` is "image" or "video"; a video's captions state a motion too.
+    `kind` is "image", "video" (its captions state a motion too) or "scenes".
     """
     from .bundle import check
 
@@ -21,6 +21,8 @@ def prompts(split: str = "test", n: int | None = None, seed: int = 0, kind: str 
     count = 128 if n is None else n
     if count < 0:
         raise ValueError(f"n must not be negative, got {n}")
+    if kind == "scenes":  # too many to list: scene number i of stream `seed`
+        return [scenes.sample(split, (seed, i)).caption() for i in range(count)]
     every: Sequence[Any] = motion.combinations(split) if kind == "video" else world.combinations(split)
     order = np.random.default_rng(seed).permutation(len(every))
     return [every[order[i % len(every)]].caption() for i in range(count)]

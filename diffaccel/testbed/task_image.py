@@ -16,7 +16,7 @@ from .train_dit import noise_levels
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import AutoencoderKL, FluxPipeline
+    from diffusers import AutoencoderKL, FluxPipeline, StableDiffusion3Pipeline
 
 _PIXELS_PER_BATCH = 16 * 64 * 64
 _SIZES = ((64, 64), (64, 64), (64, 64), (64, 96), (96, 64), (96, 96))
@@ -44,11 +44,15 @@ def _scenes(split: str) -> list[world.Scene]:
 
 
 def set_scale(vae: AutoencoderKL) -> None:
-    """Set shift and scale so that the latents the denoiser sees have mean 0 and standard deviation 1."""
+    """Latents of mean 0 and standard deviation 1 at the smallest size."""
+    scale_by(vae, pictures("train", (64, 64), range(256))[0])
+
+
+def scale_by(vae: AutoencoderKL, x: torch.Tensor) -> None:
+    """Set shift and scale so that the latents of pixels [B, 3, H, W] have mean 0 and standard deviation 1."""
     import torch
 
     with torch.no_grad():
-        x, _ = pictures("train", (64, 64), range(256))
         latents = vae.encode(x).latent_dist.mode()
     vae.register_to_config(
         shift_factor=round(latents.mean().item(), 4), scaling_factor=round(1 / latents.std().item(), 4)
@@ -77,7 +81,7 @@ def shift_of(pipe: FluxPipeline, tokens: int) -> float:
     return shift
 
 
-def prepare(pipe: FluxPipeline, seed: int) -> None:
+def prepare(pipe: FluxPipeline | StableDiffusion3Pipeline, seed: int) -> None:
     """Starting weights: modulations and output at zero, so every block starts as identity."""
     import torch
 

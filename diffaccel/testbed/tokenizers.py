@@ -11,12 +11,13 @@ import string
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from . import world
+from . import scenes, world
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer, T5Tokenizer
 
 TEXT_LENGTH = 32  # tokens, both encoders
+SCENES_LENGTH = 24  # tokens of each CLIP encoder of the scenes world, the longest caption is 23
 
 
 def words() -> list[str]:
@@ -26,9 +27,9 @@ def words() -> list[str]:
     return sorted({*attributes, *places, "a", "at", "the", "in", "on", "background", ","})
 
 
-def _merges() -> list[tuple[str, str]]:
+def _merges(pieces: list[str]) -> list[tuple[str, str]]:
     """Pair merges that build every word as one symbol: most frequent pair first, ties alphabetical."""
-    spelled = [[*word[:-1], word[-1] + "</w>"] for word in words()]
+    spelled = [[*word[:-1], word[-1] + "</w>"] for word in pieces]
     merges: list[tuple[str, str]] = []
     while True:
         pairs = Counter(pair for symbols in spelled for pair in itertools.pairwise(symbols))
@@ -46,14 +47,23 @@ def _merges() -> list[tuple[str, str]]:
 
 def clip_tokenizer() -> CLIPTokenizer:
     """A byte-level BPE tokenizer whose merges build each word; begin and end are the highest ids."""
+    return _byte_pairs(words(), TEXT_LENGTH)
+
+
+def scenes_tokenizer() -> CLIPTokenizer:
+    """The same for the words of the scenes world, both CLIP encoders of which use it."""
+    return _byte_pairs(scenes.words(), SCENES_LENGTH)
+
+
+def _byte_pairs(pieces: list[str], length: int) -> CLIPTokenizer:
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer
 
     alphabet = sorted(ByteLevel.alphabet())
-    merges = _merges()
-    pieces = [*alphabet, *(symbol + "</w>" for symbol in alphabet), *(left + right for left, right in merges)]
-    vocab = {piece: index for index, piece in enumerate([*pieces, "<|startoftext|>", "<|endoftext|>"])}
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=TEXT_LENGTH)
+    merges = _merges(pieces)
+    symbols = [*alphabet, *(symbol + "</w>" for symbol in alphabet), *(left + right for left, right in merges)]
+    vocab = {piece: index for index, piece in enumerate([*symbols, "<|startoftext|>", "<|endoftext|>"])}
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=length)
 
 
 def t5_tokenizer() -> T5Tokenizer:

@@ -1,4 +1,4 @@
-"""Train the testbed: `python -m diffaccel.testbed.train image|video [--minutes 85] [--out DIR] [--resume]`.
+"""Train the testbed: `python -m diffaccel.testbed.train image|video|scenes [--minutes 85] [--out DIR] [--resume]`.
 
 The autoencoder comes first, then the denoiser with its text encoders; both anneal to the end of their
 share of the budget, whatever the machine. Progress goes to stderr, the final figures as JSON to stdout.
@@ -11,14 +11,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import build, build_video, bundle, evaluate, task_image, task_video
+from . import build, build_scenes, build_video, bundle, evaluate, task_image, task_scenes, task_video
 from .tasks import Training
 from .train_dit import Latents, train_dit
 from .train_vae import train_vae
 from .training import say
 
 _PROVISIONAL_S = 1200.0  # from here on, each check leaves usable weights in the output folder
-TRAININGS: dict[str, Training] = {"image": task_image.TRAINING, "video": task_video.TRAINING}
+TRAININGS: dict[str, Training] = {
+    "image": task_image.TRAINING,
+    "video": task_video.TRAINING,
+    "scenes": task_scenes.TRAINING,
+}
 
 
 def train(
@@ -27,7 +31,7 @@ def train(
     out: Path,
     work: Path,
     resume: bool,
-    size: build.Size | build_video.VideoSize | None = None,
+    size: build.Size | build_video.VideoSize | build_scenes.ScenesSize | None = None,
     threads: int = 2,
 ) -> dict[str, Any]:
     """Train, export to `out`, and return the figures of the exported (float16) weights."""
@@ -37,7 +41,7 @@ def train(
     pipe = bundle.untrained(kind, seed=1, size=size)
     vae_run = train_vae(pipe.vae, plan.autoencoder, minutes * plan.vae_share, work / "vae.pt", resume, threads=threads)
     cheapest = evaluate.SIZES[kind][0]
-    trip_db = evaluate.vae_round_trip(pipe.vae, 64, cheapest)
+    trip_db = evaluate.vae_round_trip(pipe.vae, 64, cheapest, kind)
     say(f"vae: round trip {trip_db:.2f} dB, {vae_run['images']} seen")
 
     small = min(1.0, minutes / 60)

@@ -20,7 +20,8 @@ from .training import Average, Clock, learning_rate, load_checkpoint, save_check
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import FluxPipeline, WanPipeline
+
+    from .bundle import Pipeline
 
 _FURTHER = 1.5  # extra shift exponent of the high noise levels
 
@@ -28,9 +29,7 @@ _FURTHER = 1.5  # extra shift exponent of the high noise levels
 class Latents:
     """Encoded scenes of every bucket: float16 latents [N, ...] as the denoiser sees them, and their scenes."""
 
-    def __init__(
-        self, pipe: FluxPipeline | WanPipeline, task: DenoiserTask, counts: dict[Shape, int], threads: int = 2
-    ) -> None:
+    def __init__(self, pipe: Pipeline, task: DenoiserTask, counts: dict[Shape, int], threads: int = 2) -> None:
         import torch
 
         torch.set_num_threads(1)
@@ -64,7 +63,7 @@ def noise_levels(count: int, mu: float, high: float, generator: torch.Generator)
 
 
 def train_dit(
-    pipe: FluxPipeline | WanPipeline,
+    pipe: Pipeline,
     task: DenoiserTask,
     latents: Latents,
     minutes: float,
