@@ -74,14 +74,6 @@ def caches(data: dict[str, Any]) -> Cases:
         yield name, lambda case=case: check(case)
 
 
-def _not_landed(names: list[str], what: str) -> Cases:
-    def fail() -> None:
-        raise Mismatch(f"{what} has not landed")
-
-    for name in names:
-        yield name, fail
-
-
 def masks(data: dict[str, Any]) -> Cases:
     """Sparse attention masks; see tests/attention/golden_masks.py."""
     from tests.attention.golden_masks import check, check_width
@@ -94,9 +86,11 @@ def masks(data: dict[str, Any]) -> Cases:
 
 
 def ledger(data: dict[str, Any]) -> Cases:
-    """The cost ledger."""
+    """The cost ledger; see tests/ledger/golden_ledger.py."""
+    from tests.ledger.golden_ledger import cases
+
     _known(data, {"about", "_about", "definitions", "how", "models"}, "the file")
-    yield from _not_landed(list(data["models"]), "ledger.estimate")
+    yield from cases(data["models"])
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], Cases]] = {"caches": caches, "ledger": ledger, "masks": masks}

@@ -1,17 +1,17 @@
 """The machines a plan can be made for: by name, or what is here, and what each kind of device may use.
 
-Memory is the vendor's figure in GiB; compute capability as in CUDA. Sources: NVIDIA data sheets.
-
-`bf16_tflops` is the data sheet's dense bf16 peak with fp32 accumulation, `pcie` the generation of its 16 lanes; None
-where we have no source at hand, and nothing is then predicted from it.
+The numbers, and where they come from, are in hardware.toml.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import tomllib
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from ..errors import unknown
+from ..errors import InvalidOptionError, unknown
 
 GIB = 1024**3
 CUDA_LIKE = "cuda"  # torch's device type of NVIDIA's and of AMD's GPUs
@@ -55,7 +55,11 @@ KINDS: dict[str, Abilities] = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device: `kind` is a key of `KINDS`, `capability` that of CUDA (None on all others)."""
+    """A device: `kind` is a key of `KINDS`, `capability` that of CUDA (None on all others).
+
+    Peaks are dense, `bandwidth_gb_s` that of its own memory, `pcie` the generation of its 16 lanes to the host. What
+    is None has no source at hand, and nothing is predicted from it.
+    """
 
     name: str
     kind: str
@@ -63,6 +67,11 @@ class Hardware:
     capability: tuple[int, int] | None = None
     bf16_tflops: float | None = None
     pcie: int | None = None
+    fp8_tflops: float | None = None
+    int8_tops: float | None = None
+    fp4_tflops: float | None = None
+    bandwidth_gb_s: float | None = None
+    usd_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -73,25 +82,38 @@ class Hardware:
         return f"{self.name}{memory}"
 
     @property
+    def ridge(self) -> float | None:
+        """FLOPs per byte above which bf16 arithmetic, and not memory, is what takes the time."""
+        if self.bf16_tflops is None or self.bandwidth_gb_s is None:
+            return None
+        return self.bf16_tflops * 1e3 / self.bandwidth_gb_s
+
+    @property
     def may(self) -> Abilities:
         """What is used on such a device."""
         return KINDS[self.kind]
 
 
-HARDWARE: dict[str, Hardware] = {
-    h.name: h
-    for h in (
-        Hardware("3060", "cuda", 12, (8, 6)),
-        Hardware("4090", "cuda", 24, (8, 9), 165.2, 4),
-        Hardware("5090", "cuda", 32, (12, 0), 209.5, 5),
-        Hardware("a100", "cuda", 80, (8, 0), 312, 4),
-        Hardware("b200", "cuda", 180, (10, 0), 2250, 5),
-        Hardware("cpu", "cpu"),
-        Hardware("h100", "cuda", 80, (9, 0), 989, 5),
-        Hardware("h200", "cuda", 141, (9, 0), 989, 5),
-        Hardware("l20", "cuda", 48, (8, 9), 119.5),
-        Hardware("l40s", "cuda", 48, (8, 9), 362, 4),
-    )
+def _table() -> dict[str, Hardware]:
+    data = tomllib.loads((files(__package__) / "hardware.toml").read_text())
+    return {
+        name: Hardware(name, **{**row, "capability": tuple(row["capability"]) if "capability" in row else None})
+        for name, row in data.items()
+    }
+
+
+HARDWARE: dict[str, Hardware] = _table()
+
+# Other names of a machine, as `named` writes them: the same chip, or one that differs in its links to others alone.
+ALIASES: dict[str, str] = {
+    "306012": "3060",
+    "306012gb": "3060",
+    "a10080gb": "a100",
+    "a100sxm480gb": "a100",
+    "a800": "a100",
+    "h100sxm": "h100",
+    "h100sxm80gb": "h100",
+    "h800": "h100",
 }
 
 
@@ -99,9 +121,25 @@ def named(name: str) -> Hardware:
     """The hardware of that name (`4090`, `rtx4090`, `H100`, `cpu`, ...)."""
     key = name.lower().replace(" ", "").replace("-", "").removeprefix("nvidia").removeprefix("geforce")
     key = key.removeprefix("rtx")
+    key = ALIASES.get(key, key)
     if key not in HARDWARE:
         raise unknown("hardware", name, HARDWARE)
     return HARDWARE[key]
+
+
+def with_prices(path: str) -> dict[str, Hardware]:
+    """The machines with prices of your own: a TOML file with a line `h100 = 2.10` (dollars an hour) for each."""
+    try:
+        data = tomllib.loads(Path(path).read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidOptionError(f"{path} is no TOML: {error}") from error
+    table = dict(HARDWARE)
+    for name, price in data.items():
+        if isinstance(price, bool) or not isinstance(price, (int, float)) or price < 0:
+            raise InvalidOptionError(f"{path}: the price of {name} must be a number of dollars, got {price!r}")
+        machine = named(name)
+        table[machine.name] = replace(machine, usd_per_hour=float(price))
+    return table
 
 
 def detect(device: str) -> Hardware:

@@ -119,18 +119,6 @@ def test_numbers_within_a_millionth() -> None:
             golden.compare(1.0, wrong, "x")
 
 
-@pytest.mark.parametrize(
-    ("kind", "data", "names"),
-    [
-        ("ledger", {"models": {"flux.1-dev": {}}}, ["flux.1-dev"]),
-    ],
-)
-def test_what_has_not_landed_fails_case_by_case(kind: str, data: Any, names: list[str]) -> None:
-    results = golden.run(kind, data)
-    assert [name for name, _ in results] == names
-    assert all(reason is not None and "has not landed" in reason for _, reason in results)
-
-
 def test_printed_lines_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = copy.deepcopy(CASES["fbcache_thr0.08"]), copy.deepcopy(CASES["fbcache_thr0.08"])
     bad["expected"]["hit"][3] = True

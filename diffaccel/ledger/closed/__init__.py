@@ -1,0 +1,1 @@
+"""Architectures written out as arithmetic: what a forward multiplies, from a config alone. Pure Python."""
