@@ -62,7 +62,7 @@ def accelerate(
     decision = resolve(pipe, preset, budget, hardware, strict, overrides)
     where = None if hardware is None else elsewhere(decision.target.hardware, choose_hardware(pipe, None))
     if where is not None:
-        warnings.warn(f"hardware={str(hardware)!r}: {where}", UserWarning, stacklevel=3)  # 2 is the frame of `host_edit`
+        warnings.warn(f"hardware='{hardware}': {where}", UserWarning, stacklevel=3)  # 2 is the frame of `host_edit`
     before = handle_of(pipe)
     if before is not None and before.owns(pipe):
         kept, note = before.loras.over(decision.wishes) if before.has_loras else ({}, None)
