@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
-
 from .core import snapshot as snapshots
 from .core.accelerator import PLAIN
+from .core.callbacks import own_callbacks
 from .core.clock import unwatch
 from .core.report import RunReport
-from .core.run import Run, running, suspended
+from .core.run import Run, running
 from .core.snapshot import Snapshot
 from .core.stack import Stack
 from .errors import DiffaccelError, IncompatibleError
@@ -28,13 +26,12 @@ from .planner.plan import Plan, PlanItem
 from .planner.resolve import Decision, Judged, resolve
 
 if TYPE_CHECKING:
-    from .core.compat import Args, Argument, Forward, Kwargs, Output
+    from .core.compat import Args, Forward, Kwargs, Output
     from .core.protocols import Pipeline
     from .core.run import Request
     from .quality.measurement import Measurement
     from .quantization.lora.manager import Loras
 
-CALLBACK_OBJECTS = (MultiPipelineCallbacks, PipelineCallback)
 HANDLE = "_diffaccel"  # instance attribute of an accelerated pipeline
 
 
@@ -300,7 +297,7 @@ class Acceleration:
             if state is not None:
                 snapshots.set_rng_states(state.run.rng_start)
                 run.replay = snapshots.Replay(state)
-            return call(pipe, *args, **_own_callbacks(run, kwargs))
+            return call(pipe, *args, **own_callbacks(run, kwargs))
 
     @contextlib.contextmanager
     def _frame(self, pipe: Pipeline, request: Request | None) -> Iterator[Run]:
@@ -345,44 +342,6 @@ class Acceleration:
         clone.scheduler = copy.deepcopy(pipe.scheduler)
         unwatch(clone.scheduler)
         return clone
-
-
-CALLBACKS = ("callback_on_step_end", "callback")  # the second is the older one of the Stable Diffusion pipelines
-
-
-def _own_callbacks(run: Run, kwargs: Kwargs) -> Kwargs:
-    """The call's arguments, with the user's callbacks outside of the run: what they call is not the run's."""
-    wrapped = dict(kwargs)
-    for name in CALLBACKS:
-        callback = kwargs.get(name)
-        if callback is None:
-            continue
-        outside = _outside(run, callback)
-        # Some pipelines ask a callback object of diffusers for the tensors it wants; they must still see one.
-        wrapped[name] = _CallbackObject(callback, outside) if isinstance(callback, CALLBACK_OBJECTS) else outside
-    return wrapped
-
-
-class _CallbackObject(MultiPipelineCallbacks):
-    """A callback object of diffusers (its `tensor_inputs` are those of the object inside) that calls `outside`."""
-
-    def __init__(self, inside: PipelineCallback, outside: Forward) -> None:
-        super().__init__([inside])
-        self.outside = outside
-
-    def __call__(self, *args: Argument, **kwargs: Argument) -> Output:
-        return self.outside(*args, **kwargs)
-
-
-def _outside(run: Run, callback: Forward) -> Forward:
-    @functools.wraps(callback)
-    def outside(*args: Argument, **kwargs: Argument) -> Output:
-        if run.replay is not None and run.replay.covers(run):
-            return {}  # a replayed step, which the callback has seen before the pause
-        with suspended():
-            return callback(*args, **kwargs)
-
-    return outside
 
 
 def _measured(item: PlanItem, report: RunReport) -> PlanItem:

@@ -32,8 +32,9 @@ checkpoint "auto" is a refusal that says how to calibrate:
 ASIDE = """\
 In a run, every step cache steps aside, and says so, where the run has fewer than `cache_min_steps` steps, where the
 scheduler is of second order (Heun and its like) or gives no noise levels though the method needs them (SeaCache wants
-those of flow matching; `coordinate="sigma"` wants any), where gradients are enabled, and in calls to which one of
-these arguments is given, which change from outside what blocks do:
+those of flow matching; `coordinate="sigma"` wants any) and where gradients are enabled. Caches that leave blocks out
+step aside in calls to which one of these arguments is given, which change from outside what blocks do; caches of the
+whole output do so only where such an argument is a tensor from nobody that can be watched ([caching.md](caching.md)):
 """
 
 CONTEXTS = """\

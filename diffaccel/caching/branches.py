@@ -29,11 +29,13 @@ class BranchState:
         template: structure of what the scope remembers, for the hooks that answer in its stead.
         foreseen: the decisions of the whole loop, where they are known before it.
         holding: what to hold after each step; None where that is all.
+        told: number of the conditions it was begun under (`control.Control.stamp`); begun anew when they change.
         missed: (index, coordinate) of reused steps since a computed one, for corrections.
     """
 
     __slots__ = (
         "bytes", "foreseen", "form", "holding", "loop", "memory", "missed", "observer", "policy", "template",
+        "told",
     )  # fmt: skip
 
     def __init__(self, loop: int, form: Form) -> None:
@@ -43,6 +45,7 @@ class BranchState:
         self.foreseen: Foreseen | None = None
         self.holding: Holding | None = None
         self.missed: tuple[tuple[int, float], ...] = ()
+        self.told = 0
         self.policy: Policy | GroupedPolicy
         self.observer: Observer
         self.memory: Memory

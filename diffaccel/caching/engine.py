@@ -34,6 +34,7 @@ from .branches import (
     new_branch,
     why_loop_stands_down,
 )
+from .control import Control
 from .gates.base import AT_ROOT, INPUT, OUTPUT
 from .grouped import GroupedPolicy
 from .observe import Observer
@@ -70,6 +71,10 @@ class Scope:
     def correction(self) -> int:
         """Order with which a computed step makes good what forecasts before it missed; 0: not at all."""
         return 0
+
+    def looks_inside(self, policy: Policy) -> bool:
+        """Does it look at blocks, or leave some of them out? Then what acts on blocks from outside is in its way."""
+        return True
 
     def unfit(self, policy: Policy, module: torch.nn.Module, spec: ModelSpec) -> str | None:
         """Why a cache of this scope and policy cannot act on this denoiser, or None."""
@@ -113,6 +118,8 @@ class Engine(Listener):
     ) -> None:
         self.name, self.module, self.root, self.spec, self.recipe = name, module, root, spec, recipe
         self.at_root = recipe.policy.gate.observes in AT_ROOT
+        self.inside = recipe.scope.looks_inside(recipe.policy)
+        self.control: Control | None = None  # watches what the denoiser is told beside latents, time and prompt
         self.corrects = recipe.scope.correction() > 0
         self.scheduled = recipe.policy.reads_schedule or self.corrects  # whether noise levels or timesteps are wanted
         self.branch: BranchState | None = None  # of the call in progress, None where the cache keeps out of it
@@ -141,20 +148,23 @@ class Engine(Listener):
             self.asked, self.sits_out = (run, run.loop), self._stands_down(run)
         if self.sits_out:
             return
-        for name in self.spec.stand_down:
-            if kwargs.get(name) is not None:
-                run.note(f"{self.name} stood down in some calls: {name} was given, which acts on blocks from outside")
-                return
+        outside = self._acts_on_blocks(call, kwargs)
+        if outside is not None:
+            run.note(f"{self.name} stood down in some calls: {outside} was given, which acts on blocks from outside")
+            return
         main = self.main = kwargs[self.spec.input] if self.spec.input in kwargs else first_input(args, kwargs)
         branch: BranchState | None = states.get((call.component, call.branch))
         form = (main.shape, main.dtype, main.device) if isinstance(main, torch.Tensor) else form_of_list(main)
         whole: Any = states.get((call.component, DOUBLED))
-        known = branch is not None and branch.loop == call.loop and branch.form == form
+        told = 0 if self.control is None else self.control.stamp(call, kwargs, self.spec)
+        whole = None if whole is not None and whole.told != told else whole
+        known = branch is not None and branch.loop == call.loop and branch.form == form and branch.told == told
         if branch is None or not known or (whole not in (None, branch) and whole.memory.last > branch.memory.last):
             branch = self._carry_half(whole, call, form) or (branch if known else None)
             branch = branch or self._begin_branch(call, form, args, kwargs)
             if branch is None:
                 return
+            branch.told = told
             forget_earlier_experts(states, call)
             states[call.component, call.branch] = branch
         self.branch, self.call = branch, call
@@ -168,6 +178,12 @@ class Engine(Listener):
             self.decide(branch.observer.at_root(main, call.step))
         else:
             self._decide_foreseen(branch, call)
+
+    def _acts_on_blocks(self, call: Call, kwargs: dict[str, Any]) -> str | None:
+        """An argument of this call that is in the way, or None."""
+        if not self.inside and self.control is not None:
+            return self.control.unexplained(call, kwargs, self.spec)
+        return next((name for name in self.spec.stand_down if kwargs.get(name) is not None), None)
 
     def _stands_down(self, run: Run) -> bool:
         reason = self.displaced() or why_loop_stands_down(self.recipe.policy, run)

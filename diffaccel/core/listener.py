@@ -18,9 +18,11 @@ class Listener(Protocol):
 
     Attributes:
         deciding: it has still to decide, inside the call in progress, whether the blocks to come are run.
+        rewrites: it may give the denoiser other arguments than the pipeline's.
     """
 
     deciding: bool = False
+    rewrites: bool = False
 
     def begin_call(self, call: Call, args: Args, kwargs: Kwargs) -> None:
         """The denoiser is about to run. May set `call.answer`, `call.inputs` and `call.finish`; see `Call`."""

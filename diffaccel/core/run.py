@@ -86,6 +86,7 @@ class Run:
         self.bytes_peak = 0
         self.bytes_held: dict[str, int] = {}
         self.hits = 0
+        self.edits = 0  # how often a callback of the user's exchanged what the pipeline is conditioned on
         self._begins: dict[int, int] = {}  # per loop: where in the scheduler's own table it began
         self._schedules: dict[int, tuple[list[float], list[float]]] = {}
         self._tables: dict[int, tuple[list[float], list[float]]] = {}

@@ -37,6 +37,7 @@ class Snapshot:
     calls: list[Call]
     rng: list[tuple[torch.Generator | None, torch.Tensor]]
     hits: int
+    edits: int
     bytes_held: dict[str, int]  # per accelerator
     bytes_peak: int
 
@@ -92,6 +93,7 @@ def take(run: Run) -> Snapshot:
         calls=list(run.calls),
         rng=rng_states(generators_of(run.request[2])) if run.request else [],
         hits=run.hits,
+        edits=run.edits,
         bytes_held=dict(run.bytes_held),
         bytes_peak=run.bytes_peak,
     )
@@ -102,6 +104,7 @@ def put_back(run: Run, snapshot: Snapshot) -> None:
     vars(run.scheduler).update(copy.deepcopy(snapshot.scheduler))
     run.state = {name: state.fork() for name, state in snapshot.states.items()}
     set_rng_states(snapshot.rng)
+    run.edits = snapshot.edits
     run.bytes_held = dict(snapshot.bytes_held)
     run.bytes_peak = max(run.bytes_peak, snapshot.bytes_peak)
 

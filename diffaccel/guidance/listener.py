@@ -28,6 +28,8 @@ BATCHED_CALL = "cond_uncond"
 class GuidanceListener(Listener):
     """One denoiser's share of the lever. Attach with the constructor, end with `undo`."""
 
+    rewrites = True  # half of a batch
+
     def __init__(
         self, lever: GuidanceReuse, root: RootHook, module: torch.nn.Module, spec: ModelSpec, rank: Rank
     ) -> None:

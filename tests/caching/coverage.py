@@ -46,14 +46,20 @@ ASIDE: dict[tuple[str, str], str] = {
 }
 
 
+# What acts on blocks from outside is not in the way of caches of the whole output.
+WHOLE = ("easycache", "schedule", "taylorseer")
+# Families whose second call of a loop is told something else than the first (stored keys and values).
+SECOND_ANEW = ("flux2_klein_kv",)
+
+
 def steps_aside(method: str, family: str) -> str | None:
     """Part of the note with which `method` keeps out of every run of a pipeline under test, None where it acts."""
-    aside = FAMILIES[family].stands_down if family in FAMILIES else ""
+    aside = FAMILIES[family].stands_down if family in FAMILIES and method not in WHOLE else ""
     return ASIDE.get((method, family)) if "controlnet" in aside else aside or ASIDE.get((method, family))
 
 
 def skipped_because(method: str, family: str) -> str | None:
     """Part of the reason for which `method` is left out of a pipeline under test, None where it acts."""
-    if "controlnet" in FAMILIES[family].stands_down:
+    if "controlnet" in FAMILIES[family].stands_down and method not in WHOLE:
         return "has a controlnet"
     return SKIPPED.get(method, {}).get(FAMILIES[family].card)

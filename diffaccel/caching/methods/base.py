@@ -11,11 +11,14 @@ import torch
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import native_cache, unwrap_module
 from ...core.options import BOOLEAN, GOT, take, take_plain
+from ...core.place import Rank
 from ...core.run import Run
 from ...core.state import PerRun
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, UnsupportedModelError, unknown
 from ...extrapolation.forecast import Forecast
+from ...models.controls import acts_between_blocks
 from ..build import put_on, why_unfit
+from ..control import Control
 from ..engine import BRANCHES, CacheRecipe, Engine
 from ..guards import Guards
 from ..scopes.stack import blocks_of
@@ -24,15 +27,17 @@ from ..scopes.stack import blocks_of
 GUARDED = ("min_steps", "warmup_steps", "last_steps", "max_consecutive", "max_total", "start", "end", "max_bytes")
 
 
-def controlled(target: Target) -> str | None:
-    """Why a cache would step aside in every call of this pipeline, or None."""
-    if not target.spec.stand_down:
+def controlled(target: Target, recipe: CacheRecipe) -> str | None:
+    """Why a cache that looks at blocks would step aside in every call of this pipeline, or None."""
+    if not recipe.scope.looks_inside(recipe.policy):
         return None
-    parts = getattr(target.pipe, "components", {})
-    found = next((name for name, part in parts.items() if "controlnet" in name and part is not None), None)
+    found = acts_between_blocks(getattr(target.pipe, "components", {}))
     if found is None:
         return None
-    return f"{type(target.pipe).__name__} has a {found}, which acts on blocks from outside: caches step aside for it"
+    return (
+        f"{type(target.pipe).__name__} has a {found}, which acts on blocks from outside; caches of the whole "
+        "output act: schedule, taylorseer, easycache, interval with cache_scope='denoiser'"
+    )
 
 
 def counted(cache: StepCache, target: Target) -> int:
@@ -138,6 +143,9 @@ class StepCache:
             raise
         except DiffaccelError as error:
             return Verdict.no(str(error), type(error))
+        reason = controlled(target, recipe) if self.off() is None else None
+        if reason is not None:
+            return Verdict.no(reason)
         for component, module in self._denoisers(target):
             other = native_cache(module)
             if other is not None:
@@ -153,9 +161,6 @@ class StepCache:
         off = self.off()
         if off is not None:
             return Verdict.yes(off)
-        reason = controlled(target)
-        if reason is not None:
-            return Verdict.no(reason)
         least = recipe.policy.guards.min_steps
         down = f"; runs of fewer than {least} steps are computed in full" if least else ""
         return Verdict.yes(f"{self.describe(recipe, target)}{down}")
@@ -178,9 +183,10 @@ class StepCache:
         on = _Attached(self.name, self.off() is not None)
         try:
             recipe = self.full_recipe(target)
+            on.control = Control(self.name, getattr(target.pipe, "components", {}), site.rank)
             for component, root in site.roots.items():
                 module = unwrap_module(getattr(target.pipe, component))
-                on.engines.append(put_on(self.name, module, root, target.spec, recipe, site.rank))
+                on.add(put_on(self.name, module, root, target.spec, recipe, site.rank), site.rank)
         except BaseException:
             on.undo()
             raise
@@ -202,9 +208,19 @@ class _Attached:
     def __init__(self, name: str, off: bool) -> None:
         self.name, self.off = name, off
         self.engines: list[Engine] = []
+        self.control: Control | None = None
+
+    def add(self, engine: Engine, rank: Rank) -> None:
+        """One more denoiser."""
+        self.engines.append(engine)
+        engine.control = self.control
+        if self.control is not None:
+            self.control.listen(engine.root, engine.spec, rank)
 
     def undo(self) -> None:
         """Take all of them off."""
+        if self.control is not None:
+            self.control.undo()
         for engine in reversed(self.engines):
             engine.undo()
 
@@ -212,6 +228,8 @@ class _Attached:
         """Put back hooks that others dropped."""
         for engine in self.engines:
             engine.hooks.relink()
+        if self.control is not None:
+            self.control.relink()
 
     def displaced(self) -> str:
         """Who has taken the place of one of them, or ""."""
@@ -221,11 +239,15 @@ class _Attached:
         """State for this run."""
         if not self.off:
             run.state[self.name] = PerRun()
+            if self.control is not None:
+                self.control.begin_run(run, {engine.root.component: engine.module for engine in self.engines})
 
     def end_run(self, run: Run) -> None:
         """Free it; say so where nothing was reused."""
         for engine in self.engines:
             engine.end_run()
+        if self.control is not None:
+            self.control.end_run(run)
         down = any(note.startswith(self.name) for note in run.notes)
         asked = any(call.gate is not None for call in run.calls)
         if len(run.calls) > 1 and run.ticks and not (self.off or self._hits(run) or asked or down):
@@ -237,7 +259,8 @@ class _Attached:
 
     def stats(self, run: Run) -> dict[str, object]:
         """Reused calls / all."""
-        return {"hit_rate": round(self._hits(run) / len(run.calls), 4) if run.calls else 0.0}
+        more = {} if self.control is None else self.control.stats(run)
+        return {"hit_rate": round(self._hits(run) / len(run.calls), 4) if run.calls else 0.0, **more}
 
     def _hits(self, run: Run) -> int:
         return sum(call.by == self.name for call in run.calls)

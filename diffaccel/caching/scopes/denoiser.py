@@ -49,6 +49,10 @@ class Denoiser(Scope):
         """The order given as `correct`."""
         return self.correct
 
+    def looks_inside(self, policy: Policy) -> bool:
+        """Only with a gate that looks at blocks."""
+        return policy.gate.observes in IN_BLOCKS
+
     def unfit(self, policy: Policy, module: torch.nn.Module, spec: ModelSpec) -> str | None:
         """Any denoiser will do, unless the gate looks at blocks."""
         if self.correct > policy.predictor.depth:
