@@ -23,8 +23,9 @@ VERBS: dict[str, str] = {
     "plan": "show what a preset would switch on for a pipeline, and why",
     "presets": "list the presets, or print one",
     "quantize": "turn a pipeline's denoisers into a 4-bit checkpoint (SVDQuant)",
+    "tune": "search the steps that are worth computing, for one pipeline, and write presets",
 }
-_LATER = ("bench", "comfyui", "doctor", "export", "ledger", "sweep", "tune")
+_LATER = ("bench", "comfyui", "doctor", "export", "ledger", "sweep")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from . import hush_libraries
+from .given import load_pipeline, size, whole
 
 SCHEMES = {"svdquant-int4": "int4", "svdquant-nvfp4": "nvfp4"}
 LAYOUTS = ("best", "nunchaku", "lite")
-_TESTBED = "testbed:"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,13 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, metavar="PATH", help="a diffusers pipeline on this machine, or testbed:image|video")
     add("--calib", type=Path, metavar="FILE", help="prompts to calibrate on, one a line (none: nothing is smoothed)")
     add("--out", type=Path, required=True, metavar="DIR", help="folder for svdquant.safetensors")
-    add("--rank", type=_whole(0), default=32, metavar="N", help="rank of the 16-bit branch (32)")
+    add("--rank", type=whole(0), default=32, metavar="N", help="rank of the 16-bit branch (32)")
     add("--alpha", type=_alpha, default="grid", metavar="A", help="strength of the smoothing, 0..1, or grid (grid)")
-    add("--refine", type=_whole(0), default=0, metavar="N", help="rounds of fitting the branch again (0)")
+    add("--refine", type=whole(0), default=0, metavar="N", help="rounds of fitting the branch again (0)")
     add("--layout", choices=LAYOUTS, default="best", help="also write the file nunchaku, or diffusers' Lite, loads")
-    add("--steps", type=_whole(1), default=4, metavar="N", help="denoising steps of each calibration run (4)")
-    add("--size", type=_size, metavar="WxH[xF]", help="size of the calibration runs (the pipeline's own)")
-    add("--seed", type=_whole(0), default=0, metavar="N", help="seed of the calibration runs (0)")
+    add("--steps", type=whole(1), default=4, metavar="N", help="denoising steps of each calibration run (4)")
+    add("--size", type=size, metavar="WxH[xF]", help="size of the calibration runs (the pipeline's own)")
+    add("--seed", type=whole(0), default=0, metavar="N", help="seed of the calibration runs (0)")
     add("--max-bytes", type=_bytes, default=512 * 2**20, metavar="N", help="memory for calibration, e.g. 512M (512M)")
     add("--keep", action="append", default=[], metavar="REGEX", help="layers that stay in 16 bits (may be repeated)")
     add("--restart", action="store_true", help="do not go on with an unfinished run in DIR")
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     settings = _settings(args)
     prompts = _prompts(args.calib)
-    pipe, call = _load(args.model, args.size)
+    pipe, call = load_pipeline(args.model, args.size)
     _check_layout(args.layout, pipe, settings)
     with _progress(args.quiet) as progress:
         if not prompts:
@@ -86,24 +86,6 @@ def _prompts(path: Path | None) -> list[str]:
     if not found:
         raise InvalidOptionError(f"--calib {path}: no prompt in it (one a line)")
     return found
-
-
-def _load(model: str, size: tuple[int, ...] | None) -> tuple[Any, dict[str, Any]]:
-    """The pipeline, and the arguments of a calibration call besides prompt, steps and generator."""
-    call: dict[str, Any] = {}
-    if model.startswith(_TESTBED):
-        from .. import testbed
-
-        kind = model.removeprefix(_TESTBED)
-        pipe: Any = testbed.load(kind)
-        call = testbed.call_kwargs(kind)
-    else:
-        from .plan import _load as load_folder
-
-        pipe = load_folder(Path(model))
-    call |= dict(zip(("width", "height", "num_frames"), size or (), strict=False))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe, call
 
 
 def _check_layout(layout: str, pipe: Any, settings: Any) -> None:
@@ -180,15 +162,6 @@ def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
             bar.close()
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
-        return int(text)
-
-    return parse
-
-
 def _alpha(text: str) -> float | str:
     if text == "grid":
         return text
@@ -199,12 +172,6 @@ def _alpha(text: str) -> float | str:
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is neither 'grid' nor a number from 0 to 1")
     return value
-
-
-def _size(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(x[1-9]\d*)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form WxH or WxHxF")
-    return tuple(int(part) for part in text.split("x"))
 
 
 def _bytes(text: str) -> int:

@@ -22,6 +22,13 @@ FORM = {
     "fidelity": toml.TEXT,
     "wishes": toml.TABLE,
     "on": toml.TABLE,
+    # What `diffaccel tune` measured: the schedule, fewer steps where those beat it, its rivals, tolerances.
+    "measured": toml.TABLE,
+    "instead": toml.TABLE,
+    "rivals": toml.TABLE,
+    "calibration": toml.TABLE,
+    "origin": toml.TABLE,
+    "schedules": toml.LIST,
 }
 DEVICES = tuple(KINDS)
 ON_FORM = {"why": toml.TEXT, "wishes": toml.TABLE}
@@ -43,6 +50,12 @@ class PresetTable(TypedDict, total=False):
     fidelity: str
     wishes: Mapping[str, object]
     on: Mapping[str, OnDevice]
+    measured: Mapping[str, object]
+    instead: Mapping[str, object]
+    rivals: Mapping[str, object]
+    calibration: Mapping[str, object]
+    origin: Mapping[str, object]
+    schedules: Sequence[Mapping[str, object]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,8 @@ class Preset:
 
     `families` of None means any; `hardware` is the machine it was made for (on another one, a note says so);
     `fidelity` caps what may be enabled; `on` changes wishes on one kind of device ("cpu", "cuda", ...), each
-    with a reason; `notes` go into the plan.
+    with a reason; `notes` go into the plan. Of a tuned preset, `measured` are its figures, `calibration` what
+    tolerances of the adaptive cache came to, `schedules` the best known steps for every number of computed ones.
     """
 
     name: str
@@ -62,6 +76,9 @@ class Preset:
     fidelity: str | None = None
     on: Mapping[str, OnDevice] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    measured: Mapping[str, object] = field(default_factory=dict)
+    calibration: Mapping[str, object] = field(default_factory=dict)
+    schedules: tuple[Mapping[str, object], ...] = ()
 
 
 def bundled() -> list[str]:
@@ -126,7 +143,23 @@ def parse(source: str, name: str) -> Preset:
         hardware=data.get("hardware"),
         fidelity=fidelity,
         on=on,
+        notes=_tuned(data),
+        measured=data.get("measured", {}),
+        calibration=data.get("calibration", {}),
+        schedules=tuple(data.get("schedules", ())),
     )
+
+
+def _tuned(data: PresetTable) -> tuple[str, ...]:
+    """What a plan by a tuned preset should say: its figures, and what beat it."""
+    instead = data.get("instead")
+    told = [f"tuned: {data['description']}"] if data.get("measured") and data.get("description") else []
+    if instead:
+        told.append(
+            f"where it was tuned, {instead.get('steps')} steps of the scheduler {instead.get('scheduler')!r} alone "
+            f"were better than this schedule ({instead.get('psnr_db')} dB): take those, without a cache"
+        )
+    return tuple(told)
 
 
 def _known(name: str, table: Mapping[str, object], allowed: tuple[str, ...]) -> None:

@@ -1,0 +1,90 @@
+"""What a few prompts say about all of them: bootstrap over prompts, conformal quantiles, a line through decibels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+DRAWS = 10_000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over prompts, and the interval in which it lies with the probability `level`."""
+
+    mean: float
+    low: float
+    high: float
+    level: float = LEVEL
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Do both ends have one sign?"""
+        return self.low > 0 or self.high < 0
+
+    def to_list(self) -> list[float]:
+        """[low, high], to two digits."""
+        return [round(self.low, 2), round(self.high, 2)]
+
+
+def bootstrap(values: Sequence[float], level: float = LEVEL, draws: int = DRAWS, seed: int = 0) -> Interval:
+    """Percentile bootstrap of a mean over prompts. For a paired comparison give the prompts' differences."""
+    data = np.asarray(values, dtype=float)
+    means = np.random.default_rng(seed).choice(data, (draws, len(data))).mean(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(data.mean()), float(low), float(high), level)
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL, seed: int = 0) -> Interval:
+    """The mean of ours - theirs, prompt by prompt."""
+    return bootstrap(np.subtract(ours, theirs).tolist(), level, seed=seed)
+
+
+def conformal_quantile(residuals: Sequence[float], miss: float) -> float:
+    """The number that a new residual falls below with a probability of at most `miss`, if it comes as those did.
+
+    Split conformal, one-sided: the k-th smallest of n residuals with k = floor(miss (n + 1)); minus infinity where n
+    is too small to promise so much. Source: Vovk, Gammerman, Shafer (2005); Lei et al. (2018).
+    """
+    rank = math.floor(miss * (len(residuals) + 1) + 1e-12)
+    return -math.inf if rank < 1 else float(sorted(residuals)[min(rank, len(residuals)) - 1])
+
+
+@dataclass(frozen=True)
+class Line:
+    """value = at_one + per_decade log10(knob), and what each prompt was off by: residuals[prompt][knob]."""
+
+    at_one: float
+    per_decade: float
+    residuals: tuple[tuple[float, ...], ...]
+
+    def value(self, knob: float) -> float:
+        """The mean at this setting."""
+        return self.at_one + self.per_decade * math.log10(knob)
+
+    def bound(self, knob: float, miss: float = 0.1) -> float:
+        """What a new prompt falls below with a probability of at most `miss`.
+
+        A prompt counts once, with its lowest residual: settings of one prompt are no independent witnesses.
+        """
+        return self.value(knob) + conformal_quantile([min(each) for each in self.residuals], miss)
+
+    def knob_for(self, value: float, miss: float | None = None) -> float:
+        """The setting at which the mean (or, with `miss`, the bound) is `value`."""
+        off = 0.0 if miss is None else conformal_quantile([min(each) for each in self.residuals], miss)
+        return float(10 ** ((value - off - self.at_one) / self.per_decade))
+
+
+def fit_line(knobs: Sequence[float], values: np.ndarray) -> Line:
+    """Least squares of [P, K] values against log10 of K settings, one line for all prompts."""
+    x = np.log10(np.asarray(knobs, dtype=float))
+    table = np.asarray(values, dtype=float)
+    mean = table.mean(axis=0)
+    slope = float(((x - x.mean()) @ (mean - mean.mean())) / ((x - x.mean()) @ (x - x.mean())))
+    at_one = float(mean.mean() - slope * x.mean())
+    residuals = table - (at_one + slope * x)
+    return Line(at_one, slope, tuple(tuple(row) for row in residuals.tolist()))

@@ -1,0 +1,53 @@
+"""Intervals and bounds hold what they promise, on data whose law is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from diffaccel.tune.statistics import bootstrap, conformal_quantile, fit_line, paired
+
+
+def test_the_interval_of_a_normal_mean() -> None:
+    values = np.random.default_rng(0).normal(3.0, 2.0, 400)
+    found = bootstrap(values.tolist())
+    half = 1.96 * values.std() / math.sqrt(400)
+    assert found.mean == pytest.approx(values.mean())
+    assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.03)
+    assert found.excludes_zero and not bootstrap([-1.0, 1.0] * 8).excludes_zero
+    assert bootstrap(values.tolist()) == found  # one seed, one answer
+
+
+def test_pairs_take_out_what_prompts_have_in_common() -> None:
+    rng = np.random.default_rng(1)
+    hard = rng.normal(50, 8, 32)  # prompts differ by far more than the two settings do
+    ours, theirs = hard + 0.5 + rng.normal(0, 0.3, 32), hard
+    assert paired(ours.tolist(), theirs.tolist()).excludes_zero
+    assert not bootstrap((ours - rng.permutation(theirs)).tolist()).excludes_zero
+
+
+def test_a_new_residual_falls_below_the_conformal_quantile_as_rarely_as_promised() -> None:
+    rng = np.random.default_rng(2)
+    for miss, count in ((0.1, 19), (0.2, 9), (0.1, 50)):
+        below = [x[0] < conformal_quantile(x[1:].tolist(), miss) for x in rng.standard_t(3, (4000, count + 1))]
+        assert np.mean(below) < miss + 0.015
+        assert np.mean(below) > miss - 1.5 / count - 0.015  # and it does not hide behind minus infinity
+
+
+def test_too_few_residuals_promise_nothing() -> None:
+    assert conformal_quantile([1.0] * 8, 0.1) == -math.inf
+    assert conformal_quantile([3.0, 1.0, 2.0, *[5.0] * 6], 0.1) == 1.0
+
+
+def test_a_line_in_the_logarithm_is_found_exactly_and_inverted() -> None:
+    knobs, tilt = [1e-3, 4e-3, 2e-2], np.array([[-1.0], [0.0], [1.0]])
+    values = 20 - 12 * np.log10(knobs)[None] + tilt
+    line = fit_line(knobs, values)
+    assert (line.at_one, line.per_decade) == pytest.approx((20, -12))
+    assert np.array(line.residuals) == pytest.approx(np.repeat(tilt, 3, axis=1))
+    assert line.value(line.knob_for(45.0)) == pytest.approx(45.0)
+    assert line.bound(1e-2, miss=0.5) == pytest.approx(line.value(1e-2) + 0.0)
+    assert line.bound(line.knob_for(45.0, miss=0.25), miss=0.25) == pytest.approx(45.0)
+    assert line.bound(1e-2, miss=0.01) == -math.inf
