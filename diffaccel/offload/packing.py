@@ -2,20 +2,21 @@
 
 A tensor is moved by rebinding its `.data`, so that the Parameter object, its place in the `state_dict`, its shape,
 strides and dtype stay what they were. A quantized weight (a tensor subclass that wraps others) keeps its wrapper:
-the plain tensors inside are rebound.
+the plain tensors inside are rebound. State that a library keeps beside its parameters moves as well
+(`models/quantizers.py` says where it is).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 
 from ..core.compat import host_edit
 from ..errors import IncompatibleError
+from ..models.quantizers import MOVES, class_name, following_state, moving_state, unknown_state
 
 ALIGN = 64  # bytes: kernels sum in another order where an address modulo this is another one
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -96,7 +97,27 @@ def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
                         continue
                 for inner_name, inner in plain_tensors(full, tensor):
                     found.setdefault(id(inner), (inner_name, inner))
+        for name, inner in layer_state(child):
+            found.setdefault(id(inner), (f"{path}.{name}", inner))
     return list(found.values())
+
+
+def layer_state(layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that a layer of another library computes with and that are no parameters of it."""
+    return moving_state(layer) if class_name(layer) in MOVES else iter(())
+
+
+def follow(module: torch.nn.Module, device: torch.device) -> list[tuple[Any, str, torch.Tensor]]:
+    """Small state of quantized weights that stays in memory goes to the device as a copy; returns what stood there:
+    (holder, attribute, tensor)."""
+    before = []
+    for child in module.modules():
+        for parameter in child._parameters.values():
+            for holder, name, tensor in following_state(parameter):
+                if tensor.device != device:
+                    before.append((holder, name, tensor))
+                    setattr(holder, name, tensor.to(device))
+    return before
 
 
 def plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -114,14 +135,15 @@ def plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.
         if why:
             raise IncompatibleError(f"{name}: {why}")
         yield name, tensor
+        if type(tensor) not in PLAIN:
+            for part, inner in moving_state(tensor):
+                yield f"{name}.{part}", inner
 
 
 def _immovable(tensor: torch.Tensor) -> str:
     kind = type(tensor)
-    if kind not in PLAIN and not all(
-        isinstance(v, (int, float, str, Enum, type(None))) for v in vars(tensor).values()
-    ):
-        return f"a {kind.__name__} keeps part of its state outside of its data"
+    if kind not in PLAIN and unknown_state(tensor):
+        return f"a {kind.__name__} keeps part of its state outside of its data ({unknown_state(tensor)})"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return f"a {str(tensor.layout).removeprefix('torch.')} {kind.__name__} is not plain memory"
     if tensor.is_inference():
@@ -199,6 +221,8 @@ def shared_between(components: Iterable[torch.nn.Module], blocks: Sequence[torch
             for name, tensor in own_tensors(child):
                 for owner in owners.get(id(child), {-1}):
                     spans += [(str(t.device), *span(t), owner, id(t)) for t in _lenient(name, tensor, owner)]
+            for owner in owners.get(id(child), {-1}):
+                spans += [(str(t.device), *span(t), owner, id(t)) for _, t in layer_state(child) if t.numel()]
     groups = [group for group in _overlapping(spans) if len({row[3] for row in group}) > 1]
     return {row[4] for group in groups for row in group}
 

@@ -10,24 +10,23 @@ from torch import nn
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import unwrap_module
-from ..core.holders import Holders
 from ..core.options import BOOLEAN, choose_name, take, take_plain
 from ..core.run import Run
 from ..core.state import PerRun
 from ..errors import IncompatibleError, InvalidOptionError, MissingDependencyError
 from ..ledger.hardware import Hardware
+from ..models.quantizers import quantized_by
 from . import backends, guard, originals
 from .backends import BACKENDS, NATIVE, Recipe
 from .guard import Plain, Watch
 from .originals import Checkpoint, Originals
+from .others import HOLDERS, quantized_before
 from .policy import Policy, Selection, select, select_encoder
 from .swap import ON_META, Swapped, cast_in_graphs, foreign, held_of, on_meta, replaced_in_words, users
 from .weights import DYNAMIC, ScaledWeight, holds_scaled, tensor_bytes, weight_bytes
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 _POLICY = [f.name for f in fields(Policy) if f.name not in ("convs", "multiple_of")]
-
-HOLDERS: Holders[Any] = Holders()  # the pipeline that has quantized a model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +115,9 @@ class QuantizedWeights:
         if theirs:
             return Verdict.refuse(theirs, IncompatibleError)
         parts = list(self._parts(target, recipe))
+        before = quantized_before((component, module) for component, module, _ in parts)
+        if before:
+            return Verdict.refuse(before, IncompatibleError)
         if not any(selection.quantized for _, _, selection in parts):
             return Verdict.no(f"no layer is left to quantize: {parts[0][2].summary() if parts else 'no model'}")
         for component, module, selection in parts:
@@ -216,7 +218,7 @@ def require_originals(pipe: Any) -> None:
     if any(name.startswith("quantization.") for name in pipe.acceleration.plan.enabled):
         return
     for name, part in pipe.components.items():
-        if holds_scaled(part) or getattr(part, "hf_quantizer", None) is not None:
+        if holds_scaled(part) or (isinstance(part, nn.Module) and quantized_by(part)[0]):
             raise IncompatibleError(
                 f"disable_quantization: {name} was loaded quantized (load_quantized, or a quantization_config): its "
                 "original weights were never here. Load the pipeline from its checkpoint instead"

@@ -23,7 +23,11 @@ def state_dict(
     component = component or ("unet" if family == "sdxl" else "transformer")
     made = {}
     for name, module in getattr(pipe, component).named_modules():
-        if isinstance(module, torch.nn.Linear) and name.endswith(tuple(LAYERS[family])) and "block" in name:
+        if (
+            isinstance(getattr(module, "in_features", None), int)
+            and name.endswith(tuple(LAYERS[family]))
+            and "block" in name
+        ):
             down = torch.randn(rank, module.in_features, generator=generator) * size
             up = torch.randn(module.out_features, rank, generator=generator) * size
             made[f"{component}.{name}.lora_A.weight"], made[f"{component}.{name}.lora_B.weight"] = down, up

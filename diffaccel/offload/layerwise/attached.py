@@ -17,7 +17,7 @@ from ...core.run import Call, Run
 from ...core.state import PerRun
 from ...errors import IncompatibleError
 from ..host_memory import trim_heap
-from ..packing import own_tensors, pack, plain_tensors, tensors_of
+from ..packing import follow, layer_state, own_tensors, pack, plain_tensors, tensors_of
 from ..store import DiskStore, HostStore, Store, StoredTensors
 from ..transfer import CudaTransfer, ThreadTransfer, TransferStream
 from .block import Block
@@ -112,6 +112,7 @@ class LayerwiseAttached:
         self.links: list[Link] = []
         self.listening: list[Callable[[], None]] = []
         self.moved_there: list[tuple[torch.Tensor, torch.device]] = []
+        self.followed: list[tuple[Any, str, torch.Tensor]] = []  # (holder, attribute, what stood there)
         self.store: Store | None = None
         self.blocks: list[Block] = []
         self.prefetcher: Prefetcher
@@ -165,11 +166,13 @@ class LayerwiseAttached:
         moving = {id(t) for index in split.moving for _, t in tensors_of(unwrap_module(seen.blocks[index][0]))}
         for component in self.target.pipe.components.values():
             for child in component.modules() if isinstance(component, torch.nn.Module) else ():
-                for name, tensor in own_tensors(child):
-                    for _, inner in plain_tensors(name, tensor):
-                        if inner.device != self.device and (id(inner) not in moving or id(inner) in self.shared):
-                            self.moved_there.append((inner, inner.device))
-                            inner.data = inner.data.to(self.device)
+                found = [inner for name, tensor in own_tensors(child) for inner in plain_tensors(name, tensor)]
+                for _, inner in [*found, *layer_state(child)]:
+                    if inner.device != self.device and (id(inner) not in moving or id(inner) in self.shared):
+                        self.moved_there.append((inner, inner.device))
+                        inner.data = inner.data.to(self.device)
+            if isinstance(component, torch.nn.Module):
+                self.followed += follow(component, self.device)
 
     def _hook(self, seen: BlockTable, split: Partition) -> None:
         kept_bytes = sum(seen.sizes[i] for i in split.kept) + seen.shared_bytes
@@ -211,7 +214,9 @@ class LayerwiseAttached:
             block.set_stored([])
         for tensor, device in self.moved_there:
             tensor.data = tensor.data.to(device)
-        self.moved_there = []
+        for holder, name, tensor in reversed(self.followed):
+            setattr(holder, name, tensor)
+        self.moved_there, self.followed = [], []
         if self.store is not None:
             self.store.close()
 

@@ -17,7 +17,7 @@ import torch
 
 from ...core.compat import host_edit
 from ..host_memory import discard_pages, private_mapping, read_file
-from ..packing import pack, tensors_of
+from ..packing import follow, pack, tensors_of
 from ..store import Store, StoredTensors
 from .checksum import checksum, spread
 from .peak import CHUNK_BYTES
@@ -48,7 +48,7 @@ class Group:
     """Components that move as one (one, or several that share weights).
 
     `version` counts the changes of its weights that were seen; where `fingerprinted`, `fingerprint` is what they
-    looked like after the last move.
+    looked like after the last move. `followed` is what stood in the place of state that was copied to the device.
     """
 
     names: tuple[str, ...]
@@ -62,6 +62,7 @@ class Group:
     version: int = 0
     stored: list[StoredTensors] = field(default_factory=list)
     copies: list[DeviceCopy] = field(default_factory=list)
+    followed: list[tuple[Any, str, torch.Tensor]] = field(default_factory=list)
     fingerprint: Any = None
 
     @property
@@ -152,6 +153,8 @@ class Residency:
             if tensor.device != self.device:  # loaded since, and not yet in the store
                 tensor.data = tensor.data.to(self.device)
                 moved += tensor.numel() * tensor.element_size()
+        for module in group.modules:
+            group.followed += follow(module, self.device)
         group.resident, group.size_bytes = True, _size(group)
         group.fingerprint = _fingerprint(group) if group.fingerprinted else None
         return Moved(moved, 0, time.perf_counter() - started)
@@ -165,6 +168,9 @@ class Residency:
             stored.close()
         group.stored.clear()
         group.resident = True
+        while group.followed:
+            holder, name, tensor = group.followed.pop()
+            setattr(holder, name, tensor)
         for _, tensor in group.tensors() if self.device != self.first_device else ():
             if tensor.device == self.first_device:
                 tensor.data = tensor.data.to(self.device)

@@ -19,7 +19,7 @@ from ...core.chain import held_forwards
 from ...core.classes import SharedSubclasses
 from .branch import Branch, summed
 from .call_scale import CallScale
-from .pairs import POINTWISE, Pair, Replaced, padded
+from .pairs import POINTWISE, Pair, Replaced, is_linear, padded
 
 BRANCH = "_diffaccel_lora"  # attribute of a layer: its `Branch`
 Loaded = Sequence[tuple[str, Pair | Replaced, float]]  # (adapter, what it adds, strength)
@@ -59,7 +59,7 @@ _BRANCHED = SharedSubclasses("_diffaccel_branched")
 
 
 def _branched(cls: type) -> type:
-    make = _linear_forward if issubclass(cls, torch.nn.Linear) else _conv_forward
+    make = _conv_forward if issubclass(cls, torch.nn.modules.conv._ConvNd) else _linear_forward
     return _BRANCHED.of(cls, lambda plain: {"forward": make(plain)})
 
 
@@ -91,7 +91,7 @@ def dense_weight(layer: Any) -> torch.Tensor | None:
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return None
-    if hasattr(type(weight), "dequantize") and type(weight) not in (torch.Tensor, torch.nn.Parameter):
+    if type(weight).dequantize is not torch.Tensor.dequantize:
         return weight.detach().dequantize()
     plain = type(weight.data) is torch.Tensor and weight.is_floating_point()
     return weight.detach() if plain and weight.shape[0] == _outputs(layer) else None
@@ -107,7 +107,7 @@ def refusal(layer: Any, added: Pair | Replaced) -> str:
         return "" if mergeable(layer) else "its weight is quantized and cannot be replaced"
     if added.magnitude is not None and dense_weight(layer) is None:
         return f"a DoRA needs the values of its weight, which {type(layer.weight).__name__} does not give"
-    if isinstance(layer, torch.nn.Linear) and added.down.shape[1] > layer.in_features and not mergeable(layer):
+    if is_linear(layer) and added.down.shape[1] > layer.in_features and not mergeable(layer):
         return "its weight is quantized, and the LoRA makes the layer wider: keep this layer out of the quantization"
     return ""
 
@@ -147,7 +147,7 @@ def _branch(layer: Any, pairs: Sequence[tuple[str, Pair, float]], dtype: torch.d
     device = torch.device("cpu") if device.type == "meta" else device
     dora = any(pair.magnitude is not None for _, pair, _ in pairs)
     weight = dense_weight(layer) if dora else None
-    width = layer.in_features if isinstance(layer, torch.nn.Linear) else layer.in_channels
+    width = layer.in_features if is_linear(layer) else layer.in_channels
     branch = Branch(pairs, compute_dtype(layer, dtype), device, width, weight, layer.bias if dora else None)
     setattr(layer, BRANCH, branch)
     branched: Any = _branched(cls)

@@ -276,7 +276,7 @@ class _Attached:
 
 def _width(layer: torch.nn.Module, added: Sequence[Pair | Replaced]) -> int | None:
     """The inputs a linear layer must get for a Control LoRA; None where it has as many."""
-    if not isinstance(layer, torch.nn.Linear):
+    if not isinstance(layer, torch.nn.Linear):  # (others take no wider input: `refusal` says so)
         return None
     width = max((pair.down.shape[1] for pair in added if isinstance(pair, Pair)), default=0)
     return width if width > layer.in_features else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -98,15 +99,24 @@ def kronecker(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return torch.kron(same, right.contiguous()), torch.kron(first.contiguous(), left.contiguous())
 
 
+def is_linear(layer: object) -> bool:
+    """Does it multiply with a matrix [out, in]? Layers of other libraries do, and need not be an nn.Linear."""
+    if isinstance(layer, torch.nn.Linear):
+        return True
+    sizes = getattr(layer, "in_features", None), getattr(layer, "out_features", None)
+    return isinstance(layer, torch.nn.Module) and all(isinstance(size, int) for size in sizes)
+
+
 def unfit(layer: torch.nn.Module | None, pair: Pair, widens: bool = False) -> str | None:
     """Why a pair does not fit a layer, or None. With `widens`, a linear layer may have more inputs or fewer."""
     if layer is None:
         return "no such layer"
     r = pair.rank
     wanted: tuple[tuple[int, ...], tuple[int, ...]]
-    if isinstance(layer, torch.nn.Linear):
-        width = pair.down.shape[1] if widens and pair.down.ndim == 2 else layer.in_features
-        wanted, outputs = ((r, width), (layer.out_features, r)), layer.out_features
+    if is_linear(layer):
+        features: Any = layer
+        width = pair.down.shape[1] if widens and pair.down.ndim == 2 else features.in_features
+        wanted, outputs = ((r, width), (features.out_features, r)), features.out_features
     elif isinstance(layer, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)):
         if layer.groups != 1:
             return "it is a grouped convolution, which takes no LoRA here"

@@ -15,9 +15,9 @@ from ...core.options import Check, choose_name, number, take, take_plain, whole
 from ...core.run import Run
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError
 from .. import originals
-from ..base import HOLDERS
 from ..originals import Checkpoint as Source
 from ..originals import Originals
+from ..others import HOLDERS, denoisers, quantized_before
 from ..plain_loads import refuse_plain_loads
 from ..policy import Policy
 from ..swap import ON_META, held_of, replaced_in_words, taken_away, users
@@ -133,6 +133,9 @@ class SvdQuant:
             precision = _precision(source) or self.precision
         except InvalidOptionError as error:
             return Verdict.no(str(error), InvalidOptionError)
+        before = quantized_before(denoisers(target))
+        if before:
+            return Verdict.refuse(before, IncompatibleError)
         chosen = choose(self.backend, precision, target.hardware, _dtype(target))
         if isinstance(chosen, str):
             return Verdict.refuse(chosen, IncompatibleError)
