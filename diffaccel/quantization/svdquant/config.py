@@ -133,14 +133,11 @@ class SvdQuant:
             precision = _precision(source) or self.precision
         except InvalidOptionError as error:
             return Verdict.no(str(error), InvalidOptionError)
-        before = quantized_before(denoisers(target))
-        if before:
-            return Verdict.refuse(before, IncompatibleError)
         chosen = choose(self.backend, precision, target.hardware, _dtype(target))
         if isinstance(chosen, str):
             return Verdict.refuse(chosen, IncompatibleError)
         try:
-            theirs = held_of(target)
+            theirs = held_of(target) or quantized_before(denoisers(target))
             todo = [] if theirs else works(target.pipe, spec, self.settings())
         except DiffaccelError as error:
             return Verdict.no(str(error))
