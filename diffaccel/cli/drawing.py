@@ -77,6 +77,25 @@ def step_strip(rows: Sequence[Sequence[bool]], labels: Sequence[str]) -> Image:
     return canvas
 
 
+def bars(rows: Sequence[tuple[str, float]], title: str) -> Image:
+    """One bar per row, its number beside it."""
+    from PIL import Image as PIL_Image
+    from PIL import ImageDraw
+
+    left, long, tall = _MARGIN + _LABEL_WIDTH, 360, 20
+    canvas = PIL_Image.new("RGB", (left + long + 90, 2 * _MARGIN + (len(rows) + 1) * (tall + _GAP)), PAPER)
+    draw = ImageDraw.Draw(canvas)
+    _write(draw, (_MARGIN, _MARGIN), [title], INK)
+    most = max(value for _, value in rows)
+    for number, (label, value) in enumerate(rows, start=1):
+        y = _MARGIN + number * (tall + _GAP)
+        _write(draw, (_MARGIN, y + 2), [label], FAINT)
+        wide = max(1, round(long * value / most))
+        draw.rectangle((left, y, left + wide - 1, y + tall - 1), fill=COMPUTED)
+        _write(draw, (left + wide + _GAP, y + 2), [f"{value:.3g}"], INK)
+    return canvas
+
+
 def _box(draw: ImageDraw, x: int, y: int, width: int, height: int, is_computed: bool) -> None:
     draw.rectangle((x, y, x + width - 1, y + height - 1), fill=COMPUTED if is_computed else CACHED)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import InvalidOptionError, UnsupportedModelError
@@ -12,7 +13,9 @@ from .closed.denoisers import BF16, DENOISERS, activation_bytes
 from .closed.encoders import ENCODERS
 from .closed.shape import Latents
 from .closed.tally import ONE, Tally
+from .hardware import Hardware, named
 from .models import Model, resolve
+from .timing import predict
 
 MOST = 10**6  # of any size, count or length; above it is a slip
 
@@ -25,6 +28,9 @@ def estimate(
     steps: int | None = None,
     guidance: float | None = None,
     text_tokens: int | Sequence[int] | None = None,
+    hardware: str | Hardware | None = "h100",
+    mfu: float | None = None,
+    execution: str = "eager",
 ) -> Ledger:
     """The ledger of one generation with batch 1.
 
@@ -35,6 +41,9 @@ def estimate(
         guidance: scale of classifier-free guidance; at 1 or below only one branch runs. None: the model's default.
             Models with embedded guidance always run one.
         text_tokens: length of the prompt as the denoiser gets it, or one for each of its streams.
+        hardware: the machine that `seconds` are predicted for; None: no seconds.
+        mfu: part of the bf16 peak that the denoiser reaches. None: as published times have it.
+        execution: "eager", "compiled" or "tuned" (a serving engine).
 
     Raises:
         InvalidOptionError: a name or number that cannot be.
@@ -54,7 +63,7 @@ def estimate(
     parts = ["transformer", *(f"transformer_{n + 1}" for n in range(1, found.experts))]
     text = sum(t.parameters for _, t in encoders)
     tokens = tally.rows.get("joint", tally.rows["image"])
-    return Ledger(
+    book = Ledger(
         model=found.name,
         origin=found.origin,
         request=request,
@@ -82,6 +91,10 @@ def estimate(
         vae_peak_bytes=decoding.peak_bytes,
         uncertain=found.uncertain,
     )
+    if hardware is None:
+        return book
+    machine = hardware if isinstance(hardware, Hardware) else named(hardware)
+    return replace(book, seconds=predict(book, machine, execution, mfu))
 
 
 def per_token(tally: Tally) -> dict[str, int]:
