@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,9 +88,10 @@ def fitted(policy: Policy, name: str, spec: ModelSpec, call: Call, sigmas: tuple
     run = call.run
     expert = steps_of_expert(spec, call) if policy.gate.by_expert else None
     try:
-        return policy.fit(run.total, call.branch, sigmas, run.begin, expert)
+        made = policy.fit(run.total, call.branch, sigmas, run.begin, expert)
     except InvalidOptionError as error:
         raise InvalidOptionError(f"{name}: {error}") from None
+    return replace(made, wary=policy.wary and run.begin == 0)
 
 
 def steps_of_expert(spec: ModelSpec, call: Call) -> tuple[int, int] | None:

@@ -32,13 +32,15 @@ from .branches import (
     forget_earlier_experts,
     form_of_list,
     new_branch,
+    rows_of,
     why_loop_stands_down,
 )
 from .control import Control
-from .gates.base import AT_ROOT, INPUT, OUTPUT
+from .gates.base import AT_ROOT, INPUT, OUTPUT, SAMPLER
 from .grouped import GroupedPolicy
 from .observe import Observer
 from .policy import ALL, Policy, bytes_held, cut_tokens, forecast_error, new_memory
+from .steering import Controller, StepRules
 from .step import Step
 
 BRANCHES = ("each", "first")
@@ -100,6 +102,7 @@ class CacheRecipe:
         float32: remember tensors in float32 rather than in the model's own dtype.
         process_group: members that must decide alike (`torch.distributed`); None for this process alone.
         per_sample: every sample of a batch decides for itself (`grouped.GroupedPolicy`).
+        steps: how the run is controlled at the sampler, for a gate that looks there (`steering.Controller`).
     """
 
     policy: Policy
@@ -108,6 +111,7 @@ class CacheRecipe:
     float32: bool = False
     process_group: Any = None
     per_sample: bool = False
+    steps: StepRules | None = None
 
 
 class Engine(Listener):
@@ -121,6 +125,7 @@ class Engine(Listener):
         self.inside = recipe.scope.looks_inside(recipe.policy)
         self.control: Control | None = None  # watches what the denoiser is told beside latents, time and prompt
         self.corrects = recipe.scope.correction() > 0
+        self.steered = recipe.policy.gate.observes == SAMPLER
         self.scheduled = recipe.policy.reads_schedule or self.corrects  # whether noise levels or timesteps are wanted
         self.branch: BranchState | None = None  # of the call in progress, None where the cache keeps out of it
         self.call: Call | None = None
@@ -174,6 +179,9 @@ class Engine(Listener):
             return
         if not self.at_root:
             self.deciding = True
+        elif self.steered:
+            assert isinstance(call.run.sampler, Controller)
+            self.decide(call.run.sampler.reuses(call, rows_of(form)))
         elif branch.foreseen is None:
             self.decide(branch.observer.at_root(main, call.step))
         else:
@@ -187,6 +195,8 @@ class Engine(Listener):
 
     def _stands_down(self, run: Run) -> bool:
         reason = self.displaced() or why_loop_stands_down(self.recipe.policy, run)
+        if not reason and isinstance(run.sampler, Controller):
+            reason = run.sampler.why_not(run)
         if reason is not None:
             run.note(f"{self.name} stood down: {reason}")
         return reason is not None
@@ -370,6 +380,8 @@ class Engine(Listener):
         """Is the scope computed in that call? None where only the call itself can tell."""
         if self.asked == (run, run.loop) and self.sits_out:
             return True
+        if self.steered and isinstance(run.sampler, Controller):
+            return run.sampler.will_compute(run, step)
         known = run.state.get(self.name, PerRun()).get((component, branch))
         if known is None or known.foreseen is None or known.loop != run.loop:
             return None

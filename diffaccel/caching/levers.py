@@ -8,6 +8,7 @@ PLACE = Place(
     Slot.CALL,
     2,
     {
+        "adaptive": Lever("caching.methods.adaptive", "AdaptiveCache"),
         "teacache": Lever("caching.methods.teacache", "TeaCache"),
         "first_block": Lever("caching.methods.first_block", "FirstBlockCache"),
         "dbcache": Lever("caching.methods.dbcache", "DBCache"),
@@ -27,6 +28,7 @@ PLACE = Place(
 )
 # The verb that puts a method on is `enable_` and this word, or the method's own name.
 VERBS = {
+    "adaptive": "adaptive_cache",
     "custom": "custom_cache",
     "first_block": "first_block_cache",
     "interval": "interval_cache",

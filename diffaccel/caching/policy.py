@@ -63,11 +63,18 @@ new_memory: Callable[[tuple[Any, ReuseCounts, tuple[Sample, ...], float | None, 
 
 @dataclass(frozen=True)
 class Policy:
-    """Any gate with any predictor under any guards. Attributes say which."""
+    """Any gate with any predictor under any guards.
+
+    Attributes:
+        gate, predictor, guards: which.
+        wary: a loop that begins at full noise does not trust its first step (`extrapolation.forecast.trusted`); the
+            published formulas do not know this.
+    """
 
     gate: Gate[Any]
     predictor: Predictor = REUSE
     guards: Guards = field(default_factory=Guards)
+    wary: bool = True
 
     def fit(
         self,
@@ -83,7 +90,8 @@ class Policy:
         first and the last step (exclusive) of the denoiser, where two share the loop.
         """
         gate = self.gate.fit(total, branch, sigmas, begin)
-        return replace(self, gate=gate if expert is None else gate.for_expert(*expert), guards=self.guards.fit(total))
+        gate = gate if expert is None else gate.for_expert(*expert)
+        return replace(self, gate=gate, guards=self.guards.fit(total))
 
     @property
     def static(self) -> bool:
@@ -130,7 +138,7 @@ class Policy:
         probe = self.gate.probe(seen) if self.predictor.needs_probe else None
         history = memory.history
         if part is not ALL:
-            history = tuple([Sample(at, values[part], kept) for at, values, kept in history])
+            history = tuple([sample._replace(values=sample.values[part]) for sample in history])
         return self.predictor.predict(history, coordinate(step, self.predictor.coordinate), probe)
 
     def store(
@@ -144,7 +152,8 @@ class Policy:
         """Remember a computed step: `values` per stream, e.g. [B, T, C]; `output` for gates that look at it."""
         probe = self.gate.probe(seen) if self.predictor.needs_probe else None
         kind = self.predictor.coordinate
-        sample = new_sample((float(step.index) if kind == "step" else coordinate(step, kind), values, probe))
+        at = float(step.index) if kind == "step" else coordinate(step, kind)
+        sample = new_sample((at, values, probe, self.wary and step.index == 0))
         history = (*memory.history, sample)[-self.predictor.depth :]
         stored = new_memory((memory.gate, memory.counts, history, memory.value, memory.last))
         if output is not None:

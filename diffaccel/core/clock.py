@@ -47,7 +47,8 @@ class _StepTap(_Tap):
             return self.fn(*args, **kwargs)
         if run.replay is not None and run.replay.pending:
             return run.replay.step(run, args, kwargs)
-        output = self.fn(*args, **kwargs)
+        sampler = run.sampler
+        output = self.fn(*args, **kwargs) if sampler is None else sampler.step(run, self.fn, args, kwargs)
         run.tick(output)
         return output
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from .compat import Args, Kwargs
+    from .compat import Args, Forward, Kwargs, Output
     from .run import Call, Run
 
 
@@ -35,6 +35,13 @@ class Listener(Protocol):
     def will_compute(self, run: Run, step: int, component: str, branch: str) -> bool | None:
         """Will that call run the denoiser's blocks, as far as this has a say? None: only the call can tell."""
         return True
+
+
+class Sampler(Protocol):
+    """Stands around the scheduler's steps of one run (`Run.sampler`; one place can have it at a time)."""
+
+    def step(self, run: Run, step: Forward, args: Args, kwargs: Kwargs) -> Output:
+        """Instead of `scheduler.step(*args, **kwargs)`; `step` is the scheduler's own. It may go back and forth."""
 
 
 def call_after(call: Call) -> tuple[int, str, str] | None:

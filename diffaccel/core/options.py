@@ -66,10 +66,14 @@ def above(bound: float, most: float = math.inf, words: str = "a number above {bo
     return Check(words.format(bound=bound, most=most), lambda value: is_number(value) and bound < value <= most)
 
 
-def one_of(*values: int) -> Check:
-    """One of a few whole numbers."""
-    listed = ", ".join(map(str, values[:-1]))
-    return Check(f"{listed} or {values[-1]}", lambda value: is_whole(value) and value in values)
+def one_of(*values: int | str) -> Check:
+    """One of a few whole numbers and words."""
+    listed = ", ".join(map(repr, values[:-1]))
+
+    def good(value: object) -> bool:
+        return (is_whole(value) or isinstance(value, str)) and value in values
+
+    return Check(f"{listed} or {values[-1]!r}", good)
 
 
 def plain(value: T) -> T:

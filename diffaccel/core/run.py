@@ -21,6 +21,7 @@ from .timing import Stopwatch
 
 if TYPE_CHECKING:
     from .compat import Args, Forward, Kwargs, Output
+    from .listener import Sampler
     from .protocols import Owner, Pipeline, ProgressBar, Scheduler
     from .snapshot import Replay
     from .timing import Mark
@@ -76,6 +77,7 @@ class Run:
         self.seen: dict[tuple[str, str], int] = {}
         self.calls_in_step = 0
         self.state: dict[str, PerRun] = {}  # what each lever keeps for this run, by its name
+        self.sampler: Sampler | None = None  # who stands around the scheduler's steps
         self.notes: list[str] = []
         self.bar: ProgressBar | None = None
         self.replay: Replay | None = None

@@ -16,15 +16,16 @@ from .forecast import Forecast, Sample
 
 
 def correction_weights(
-    coordinates: Sequence[float], now: float, missed: Mapping[float, float], forecast: Forecast, order: int
+    history: Sequence[Sample], now: float, missed: Mapping[float, float], forecast: Forecast, order: int
 ) -> list[float]:
-    """Weights on the outputs at (*coordinates, now) whose sum is the correction times this step's length.
+    """Weights on the outputs at (*history, now) whose sum is the correction times this step's length.
 
-    `coordinates` are those of the computed steps that `forecast` used, oldest first; `missed` maps the coordinate of
-    each skipped step to its length.
+    `history` are the computed steps that `forecast` used, oldest first (their tensors are not looked at); `missed`
+    maps the coordinate of each skipped step to its length.
     """
-    known = [Sample(at, ()) for at in coordinates]
-    after = [*known, Sample(now, ())]
+    known = [Sample(sample.at, (), first=sample.first) for sample in history]
+    coordinates = [sample.at for sample in history]
+    after = [*(Sample(at, ()) for at in coordinates), Sample(now, ())]  # between two samples any slope is right
     between = Forecast(order, "newton", forecast.coordinate)
     weights = dict.fromkeys((*coordinates, now), 0.0)
     for at, length in missed.items():
@@ -48,7 +49,7 @@ def corrected(
     `history`: computed steps before it; `now`: this one; `missed`: coordinate -> length of the skipped steps;
     `length`: that of this step. Lengths are differences of noise levels. `order`: of the interpolation, 1 to 3.
     """
-    weights = correction_weights([sample.at for sample in history], now.at, missed, forecast, order)
+    weights = correction_weights(history, now.at, missed, forecast, order)
     out = []
     for column in zip(*(sample.values for sample in (*history, now)), strict=True):
         newest = column[-1]

@@ -30,17 +30,31 @@ BASES: dict[str, Callable[[Sequence[float], float], list[float]]] = {
 
 
 class Sample(NamedTuple):
-    """One computed step: its coordinate, its tensors (one per stream, e.g. [B, T, C]) and its probe, if kept."""
+    """One computed step: its coordinate, its tensors (one per stream, e.g. [B, T, C]) and its probe, if kept.
+
+    `first` marks the first step of a loop that begins at full noise; see `trusted`.
+    """
 
     at: float
     values: tuple[torch.Tensor, ...]
     probe: torch.Tensor | None = None
+    first: bool = False
 
 
-# Sample((at, values, probe)) without a Python call, for what runs at every step.
-new_sample: Callable[[tuple[float, tuple[torch.Tensor, ...], torch.Tensor | None]], Sample] = partial(
+# Sample((at, values, probe, first)) without a Python call, for what runs at every step.
+new_sample: Callable[[tuple[float, tuple[torch.Tensor, ...], torch.Tensor | None, bool]], Sample] = partial(
     tuple.__new__, Sample
 )
+
+
+def trusted(history: Sequence[Sample]) -> Sequence[Sample]:
+    """The samples a slope may rest on: not the loop's first one while only one more is known.
+
+    At full noise the denoiser points at the mean of the data and bends at once, so that the slope between the first
+    two samples foretells nothing. TaylorSeer and cache-dit never form a derivative from step 0; where a third sample
+    is known, the first does more good than harm.
+    """
+    return history[1:] if len(history) == 2 and history[0].first else history
 
 
 def combine(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
@@ -98,10 +112,11 @@ class Forecast:
     def pick(self, history: Sequence[Sample], at: float) -> tuple[list[Sample], list[float]]:
         """The samples that take part, newest last, and their weights.
 
-        Of steps at one coordinate (schedulers repeat timesteps) only the newest takes part.
+        Of steps at one coordinate (schedulers repeat timesteps) only the newest takes part; the loop's first step does
+        not while it is one of two (`trusted`).
         """
         samples: list[Sample] = []
-        for sample in reversed(history):
+        for sample in reversed(trusted(history)):
             if len(samples) < self.depth and all(sample.at != other.at for other in samples):
                 samples.insert(0, sample)
         weights = self._basis([s.at for s in samples], at)

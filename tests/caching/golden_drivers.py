@@ -105,7 +105,8 @@ def dbcache(inputs: Data, params: Data) -> Data:
     calibrator = params.get("calibrator")
     predictor = Forecast(calibrator["taylor_order"], "ladder") if calibrator else REUSE
     behind = max(params.get("Bn") or 0, int(bool(back.any())))
-    recipe = CacheRecipe(Policy(ProbeGate(params["threshold"]), predictor, guards), Stack(1, behind))
+    policy = Policy(ProbeGate(params["threshold"]), predictor, guards, wary=False)
+    recipe = CacheRecipe(policy, Stack(1, behind))
     done = drive(Scripted([front, *halves(middle), *[back / max(behind, 1)] * behind]), x, recipe)
     return {"hit": done.hits, "rel_l1": done.gates, "y": done.y.tolist()}
 

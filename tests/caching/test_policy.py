@@ -176,9 +176,9 @@ def test_the_forecast_error_is_known_at_computed_steps() -> None:
     memory = policy.start()
     assert forecast_error(policy, memory, Step(0), (VALUES[0],)) is None
     for t in range(2):
-        memory = policy.store(memory, Step(t), (torch.full((2, 3), 1.0 + t),))
+        memory = policy.store(memory, Step(t + 1), (torch.full((2, 3), 1.0 + t),))
     truth = torch.stack([torch.full((3,), 3.0), torch.full((3,), 4.0)])
-    error = forecast_error(policy, memory, Step(2), (truth,))
+    error = forecast_error(policy, memory, Step(3), (truth,))
     assert error is not None and error.tolist() == pytest.approx([0.0, 0.25])
 
 

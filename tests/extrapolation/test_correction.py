@@ -52,7 +52,9 @@ def test_the_gap_closes_exactly_where_interpolation_is_exact(order: int, degree:
 
 
 def test_weights_sum_to_nothing_and_an_exact_forecast_is_left_alone() -> None:
-    weights = correction_weights([1.0, 0.8], 0.4, {0.6: -0.2, 0.5: -0.1}, Forecast(1, coordinate="sigma"), 2)
+    weights = correction_weights(
+        [Sample(1.0, ()), Sample(0.8, ())], 0.4, {0.6: -0.2, 0.5: -0.1}, Forecast(1, coordinate="sigma"), 2
+    )
     assert sum(weights) == pytest.approx(0.0, abs=1e-12) and any(abs(w) > 1e-3 for w in weights)
     history = [Sample(s, (velocity(s, 1),)) for s in (1.0, 0.8)]
     now = Sample(0.4, (velocity(0.4, 1),))

@@ -57,7 +57,7 @@ def test_ladder_is_the_published_recursion() -> None:
     samples, _ = history(STEPS, 3)
     factors: list[torch.Tensor] = []
     last = 0.0
-    for at, (tensor,), _ in samples:
+    for at, (tensor,), *_ in samples:
         fresh = [tensor]
         for old in factors[:3]:
             fresh.append((fresh[-1] - old) / (at - last))

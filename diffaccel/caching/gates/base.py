@@ -28,9 +28,10 @@ TIME = "time"  # time embedding, [B, C] or [B, 6, C]: the same for every prompt
 OUTPUT = "output"  # only outputs of computed steps, through `record`
 INPUT = "input"  # input of the denoiser
 GRID = "grid"  # image tokens or latents on their grid, [T, H, W, C] or [B, T, H, W, C]
+SAMPLER = "sampler"  # which samples step control wants to reuse, [B] booleans on the host
 PAIR = "pair"  # (output of the first block(s), input of the stack), each [B, T, C]
 IN_BLOCKS = (PROBE, PAIR, MODULATED)  # what is only seen when the first blocks run
-AT_ROOT = (NOTHING, TIME, INPUT, OUTPUT, GRID)  # what is seen before the denoiser runs
+AT_ROOT = (NOTHING, TIME, INPUT, OUTPUT, GRID, SAMPLER)  # what is seen before the denoiser runs
 
 
 def relative_l1(current: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
@@ -200,7 +201,7 @@ class ProbeGate(Gate[ProbeState]):
             hit = ruling is Ruling.REUSE
         if hit:
             return True, ProbeState(state.history, value)
-        history = (*state.history, new_sample((at, (seen,), None)))[-predictor.depth :]
+        history = (*state.history, new_sample((at, (seen,), None, step.index == 0)))[-predictor.depth :]
         return False, ProbeState(history, value)
 
 

@@ -22,6 +22,7 @@ from ..control import Control
 from ..engine import BRANCHES, CacheRecipe, Engine
 from ..guards import Guards
 from ..scopes.stack import blocks_of
+from ..steering import Controller, StepRules
 
 # The parameters of `StepCache` that are guards.
 GUARDED = ("min_steps", "warmup_steps", "last_steps", "max_consecutive", "max_total", "start", "end", "max_bytes")
@@ -184,6 +185,7 @@ class StepCache:
         try:
             recipe = self.full_recipe(target)
             on.control = Control(self.name, getattr(target.pipe, "components", {}), site.rank)
+            on.steps = recipe.steps
             for component, root in site.roots.items():
                 module = unwrap_module(getattr(target.pipe, component))
                 on.add(put_on(self.name, module, root, target.spec, recipe, site.rank), site.rank)
@@ -207,6 +209,7 @@ class _Attached:
 
     def __init__(self, name: str, off: bool) -> None:
         self.name, self.off = name, off
+        self.steps: StepRules | None = None
         self.engines: list[Engine] = []
         self.control: Control | None = None
 
@@ -237,10 +240,13 @@ class _Attached:
 
     def begin_run(self, run: Run) -> None:
         """State for this run."""
-        if not self.off:
-            run.state[self.name] = PerRun()
-            if self.control is not None:
-                self.control.begin_run(run, {engine.root.component: engine.module for engine in self.engines})
+        if self.off:
+            return
+        run.state[self.name] = PerRun()
+        if self.steps is not None:
+            run.sampler = Controller(self.name, self.steps)
+        if self.control is not None:
+            self.control.begin_run(run, {engine.root.component: engine.module for engine in self.engines})
 
     def end_run(self, run: Run) -> None:
         """Free it; say so where nothing was reused."""

@@ -1,0 +1,101 @@
+"""What a scheduler's loop looks like to step control: its noise levels, and what an error at each step costs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.clock import TAPS
+from ..extrapolation.step_control import Levels
+
+if TYPE_CHECKING:
+    from ..core.protocols import Scheduler
+    from ..core.run import Run
+
+# What the denoiser may predict, by the scheduler's own word for it.
+FLOW, EPSILON, VELOCITY = "flow_prediction", "epsilon", "v_prediction"
+
+
+def prediction_of(scheduler: Scheduler) -> str:
+    """What the denoiser predicts, in the scheduler's words; flow-matching schedulers have none and predict flow."""
+    config = getattr(scheduler, "config", {})
+    return str(config.get("prediction_type", FLOW))
+
+
+def levels_of(scheduler: Scheduler, timesteps: Sequence[float], sigmas: Sequence[float]) -> Levels | None:
+    """The levels of a loop from its timesteps and sigmas (which may hold one more, the end); None where unknown.
+
+    Flow models are smooth in sigma, and a step costs its length. Others are taken in k-diffusion's sigma; there a
+    step of d costs d / (1 + sigma): what it moves the latents by once they are scaled to unit size, as a flow has
+    them. An error of v counts alpha times that of epsilon.
+    """
+    kind, count = prediction_of(scheduler), len(timesteps)
+    if kind == FLOW:
+        at = list(sigmas[: count + 1])
+        at = [*at, 0.0] if len(at) == count else at
+        if len(at) != count + 1:
+            return None
+        return Levels(tuple(at[:-1]), tuple(abs(b - a) for a, b in pairwise(at)))
+    if kind not in (EPSILON, VELOCITY):
+        return None
+    at = list(sigmas[: count + 1]) if len(sigmas) >= count else _from_alphas(scheduler, timesteps)
+    if not at:
+        return None
+    at = [*at, 0.0] if len(at) == count else at
+    cost = [abs(b - a) / (1.0 + a) for a, b in pairwise(at)]
+    if kind == VELOCITY:
+        cost = [c / (1.0 + a * a) ** 0.5 for a, c in zip(at, cost, strict=False)]
+    return Levels(tuple(at[:-1]), tuple(cost))
+
+
+def _from_alphas(scheduler: Scheduler, timesteps: Sequence[float]) -> list[float]:
+    """k-diffusion's sigma at each timestep, for schedulers that keep none (DDIM); empty where there are no alphas."""
+    alphas = getattr(scheduler, "alphas_cumprod", None)
+    if alphas is None:
+        return []
+    table = ((1 - alphas) / alphas).sqrt().tolist()
+    return [table[min(max(round(t), 0), len(table) - 1)] for t in timesteps]
+
+
+def why_not(run: Run) -> str | None:
+    """Why step control cannot follow the scheduler of the loop that begins, or None."""
+    scheduler = run.scheduler
+    if scheduler is None:
+        return "the pipeline has no scheduler"
+    name = type(scheduler).__name__
+    timesteps, sigmas = run.schedule()
+    if not timesteps or run.total is None:
+        return f"{name} gives no timesteps before the loop"
+    if levels_of(scheduler, timesteps[: run.total], sigmas) is None:
+        return f"{name} has prediction_type={prediction_of(scheduler)!r}, whose outputs are not forecast here"
+    if draws_noise(scheduler):
+        return f"{name} adds fresh noise at its steps, so that skipped ones cannot be told from computed ones"
+    return None
+
+
+def draws_noise(scheduler: Scheduler) -> bool:
+    """Does `step` draw random numbers? Tried on a copy that stands where the scheduler stands."""
+    timesteps = getattr(scheduler, "timesteps", None)
+    if timesteps is None or len(timesteps) == 0:
+        return False
+    made = []
+    for seed in (0, 1):
+        tried = copy.deepcopy(scheduler)
+        for name in TAPS:
+            vars(tried).pop(name, None)
+        device = getattr(timesteps, "device", torch.device("cpu"))
+        sample = torch.linspace(-1, 1, 64, device=device).view(1, 4, 4, 4)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            at = getattr(tried, "begin_index", None) or 0
+            made.append(_new_sample(tried.step(0.5 * sample, timesteps[at], sample)))
+    return not torch.equal(*made)
+
+
+def _new_sample(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output.prev_sample
+    return found

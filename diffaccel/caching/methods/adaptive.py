@@ -1,0 +1,67 @@
+"""Step control as a cache: the package's own method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...core.accelerator import Target
+from ...core.options import GOT, number, one_of, take, whole
+from ...errors import InvalidOptionError
+from ...extrapolation.forecast import Forecast
+from ..engine import CacheRecipe
+from ..gates.steered import SteeredGate
+from ..policy import Policy
+from ..scopes.denoiser import Denoiser
+from ..steering import StepRules
+from .base import StepCache
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class AdaptiveCache(StepCache):
+    """Chooses its own steps: at each computed one the error of its forecast says how far the next ones may go.
+
+    What the sampler is given at reused steps is extrapolated along the noise levels, and once the next output is known
+    the sampler goes back and takes them again with interpolated outputs. No probe, no calibration, no block runs at a
+    reused step and nothing waits for the device there. Mathematics: `extrapolation.step_control`.
+
+    Attributes:
+        tolerance: what the forecasts of one gap may move the latents by, relative to the model's own scale; 0: every
+            step is computed. 0.002 computes about half of 28 steps, 0.01 a third.
+        order: of the forecasts, 0 to 3, or "auto": whichever would have been best at the last computed step.
+        correct: order with which the skipped steps are interpolated afterwards, 0 (not at all) to 3, or "auto".
+        max_gap: at most every so many steps one is computed.
+        last_steps: as for all caches; the last step is always computed.
+    """
+
+    tolerance: float = 0.004
+    order: int | str = AUTO
+    correct: int | str = AUTO
+    max_gap: int = 6
+
+    name: ClassVar[str] = "cache.adaptive"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        take(self, number(0), "tolerance", form=GOT)
+        take(self, one_of(AUTO, 0, 1, 2, 3), "order", "correct", form=GOT)
+        take(self, whole(1), "max_gap", form=GOT)
+        if self.branches != "each":
+            raise InvalidOptionError('branches="first" is not for cache="adaptive": its branches share one decision')
+
+    def off(self) -> str | None:
+        """Why these parameters turn the cache off, or None."""
+        return "tolerance 0: every step is computed" if self.tolerance == 0 else None
+
+    def recipe(self, target: Target) -> CacheRecipe:
+        """The whole denoiser, led by the run's control."""
+        order, correct = (None if value == AUTO else int(value) for value in (self.order, self.correct))
+        steps = StepRules(float(self.tolerance), order, correct, self.max_gap, self.per_sample)
+        policy = Policy(SteeredGate(), Forecast(1, coordinate="step"), self.guards())
+        return CacheRecipe(policy, Denoiser(), steps=steps)
+
+    def describe(self, recipe: CacheRecipe, target: Target) -> str:
+        """What it does."""
+        return f"computes the steps its own forecast error asks for, to a tolerance of {self.tolerance:g}"

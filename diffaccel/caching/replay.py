@@ -1,0 +1,159 @@
+"""Going back to where the last computed step left the sampler, and through the skipped steps once more.
+
+A skipped step took a forecast. Once the next output is known, the outputs between can be interpolated, and the
+scheduler's own `step` leads from the old state through them to where the run should stand. No model is called; it is
+right for every scheduler that is a function of its state, the sample and the output (DDIM, UniPC, DPM++ 2M), and for
+Euler it is what `extrapolation.correction` adds to the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.clock import TAPS
+
+if TYPE_CHECKING:
+    from ..core.protocols import Scheduler
+
+StepCall = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of `scheduler.step`
+
+
+def state_of(scheduler: Scheduler) -> dict[str, Any]:
+    """What a scheduler's `step` may change: its attributes, lists and dicts copied, tensors shared.
+
+    Schedulers replace tensors rather than write into them.
+    """
+    return {key: _shallow(value) for key, value in vars(scheduler).items() if key not in TAPS}
+
+
+def put_state(scheduler: Scheduler, state: dict[str, Any]) -> None:
+    """Give a scheduler a state of `state_of`, which may be given again."""
+    own = vars(scheduler)
+    for key in [key for key in own if key not in TAPS and key not in state]:
+        del own[key]
+    own.update({key: _shallow(value) for key, value in state.items()})
+
+
+def _shallow(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict) else value
+
+
+def sample_of(output: Any) -> torch.Tensor:
+    """The new latents in what `scheduler.step` returned."""
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output.prev_sample
+    return found
+
+
+def argument(call: StepCall, place: int, name: str) -> Any:
+    """An argument of `scheduler.step(model_output, timestep, sample)`, wherever it was put."""
+    args, kwargs = call
+    return args[place] if place < len(args) else kwargs[name]
+
+
+def changed(call: StepCall, output: torch.Tensor, sample: torch.Tensor) -> StepCall:
+    """The call with another model output and another sample."""
+    args, kwargs = list(call[0]), dict(call[1])
+    for place, name, value in ((0, "model_output", output), (2, "sample", sample)):
+        if place < len(args):
+            args[place] = value
+        else:
+            kwargs[name] = value
+    return tuple(args), kwargs
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """One step that was taken with a forecast.
+
+    Attributes:
+        index: the step's number in the loop.
+        call: the arguments of `scheduler.step`, with the forecast as output.
+        edit: what others added to its latents before the next step (a callback, an inpainting blend); None: nothing.
+    """
+
+    index: int
+    call: StepCall
+    edit: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Trail:
+    """The steps skipped since a computed one, and where the first of them began. Values are never written into.
+
+    Attributes:
+        state: of the scheduler, before the first of them.
+        steps: oldest first.
+        left: the latents that the last of them returned, and their version when they were returned.
+        lost: latents were written into between steps, which a replay would lose.
+    """
+
+    state: dict[str, Any] = field(default_factory=dict)
+    steps: tuple[Skipped, ...] = ()
+    left: tuple[torch.Tensor, int] | None = None
+    lost: bool = False
+
+    def seen(self, sample: torch.Tensor) -> Trail:
+        """The next step begins with `sample`: note what was done to the latents since the last one."""
+        if self.left is None or not self.steps:
+            return self
+        output, version = self.left
+        if output is sample:
+            return self if version_of(sample) == version else replace(self, lost=True)
+        last = replace(self.steps[-1], edit=sample.to(output.dtype) - output)
+        return replace(self, steps=(*self.steps[:-1], last))
+
+    def then(self, scheduler: Scheduler, index: int, call: StepCall) -> Trail:
+        """With a step more, before it is taken."""
+        state = self.state if self.steps else state_of(scheduler)
+        return Trail(state, (*self.steps, Skipped(index, call)), lost=self.lost)
+
+    def returned(self, output: torch.Tensor) -> Trail:
+        """The last of the steps was taken and gave these latents."""
+        return replace(self, left=(output, version_of(output)))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Counts writes into a tensor; -1 where nobody counts (inference mode)."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def replay(
+    scheduler: Scheduler,
+    step: Callable[..., Any],
+    trail: Trail,
+    outputs: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Take the skipped steps again with `outputs`, from the state before the first of them.
+
+    `step` is the scheduler's own method. Returns the latents with which the next step begins; the scheduler is left
+    in the state that belongs to them.
+    """
+    put_state(scheduler, trail.state)
+    sample: torch.Tensor = argument(trail.steps[0].call, 2, "sample")
+    for skipped, output in zip(trail.steps, outputs, strict=True):
+        args, kwargs = changed(skipped.call, output, sample)
+        sample = sample_of(step(*args, **kwargs))
+        if skipped.edit is not None:
+            sample = sample + skipped.edit
+    return sample
+
+
+def rows_put(scheduler: Scheduler, live: dict[str, Any], rows: slice, count: int) -> None:
+    """Give a scheduler the state `live`, but for `rows` of its tensors of `count` samples, which stay as they are."""
+    replayed = state_of(scheduler)
+    put_state(scheduler, {key: _mixed(value, replayed.get(key), rows, count) for key, value in live.items()})
+
+
+def _mixed(live: Any, other: Any, rows: slice, count: int) -> Any:
+    if isinstance(live, list) and isinstance(other, list) and len(live) == len(other):
+        return [_mixed(a, b, rows, count) for a, b in zip(live, other, strict=True)]
+    batch = isinstance(live, torch.Tensor) and live.ndim > 1 and len(live) == count
+    if not batch or not isinstance(other, torch.Tensor) or other.shape != live.shape or other is live:
+        return live
+    mixed = live.clone()
+    mixed[rows] = other[rows]
+    return mixed

@@ -1,0 +1,257 @@
+"""Step control at work in one run: it sees every `scheduler.step`, says which step is computed next, gives skipped
+steps their forecasts, and sends the sampler back through them once the next output is known.
+
+All of it happens at the sampler, on what the pipeline made of its branches: guidance of any kind is in it already,
+whether the branches were called one by one or as one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..core.state import PerRun
+from ..extrapolation.forecast import Sample
+from ..extrapolation.step_control import Levels, StepControl, Track, forecast, interpolated, misses
+from .levels import levels_of, why_not
+from .replay import StepCall, Trail, argument, changed, replay, rows_put, sample_of, state_of
+
+if TYPE_CHECKING:
+    from ..core.run import Call, Run
+
+NOISE = {torch.bfloat16: 3e-3, torch.float16: 4e-4}  # relative rounding error of a model's output, measured
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """How a run is controlled.
+
+    Attributes:
+        tolerance, order, max_gap: see `StepControl`.
+        correct: order with which skipped steps are interpolated afterwards, 0: not at all; None: one above that of
+            the forecasts they took, at most 2.
+        per_sample: every sample of a batch has a track of its own.
+        process_group: members that must decide alike.
+    """
+
+    tolerance: float
+    order: int | None = None
+    correct: int | None = None
+    max_gap: int = 6
+    per_sample: bool = False
+    process_group: Any = None
+
+
+class Steering(NamedTuple):
+    """Where a loop stands; one track and one trail for the batch, or one for each of its samples."""
+
+    loop: int
+    who: tuple[tuple[str, str], ...] = ()  # (component, branch) of the calls whose outputs the tracks hold
+    tracks: tuple[Track, ...] = ()
+    trails: tuple[Trail, ...] = ()
+
+
+class Controller:
+    """The sampler's listener of one run (`Run.sampler`). What it remembers lies in `run.state`."""
+
+    def __init__(self, name: str, rules: StepRules) -> None:
+        self.name, self.key, self.rules = name, f"{name}.control", rules
+        self.levels: Levels | None = None
+        self.asked: int | None = None  # the loop that `reason` is about
+        self.reason: str | None = None
+
+    # ---- what the cache asks -----------------------------------------------------------------------------
+
+    def why_not(self, run: Run) -> str | None:
+        """Why the loop that begins is computed in full, or None. Asked once per loop."""
+        if self.asked != run.loop:
+            self.asked, self.reason, self.levels = run.loop, why_not(run), None
+            if self.reason is None and run.scheduler is not None:
+                timesteps, sigmas = run.schedule()
+                self.levels = levels_of(run.scheduler, timesteps[: run.total], sigmas)
+        return self.reason
+
+    def _steering(self, run: Run) -> Steering | None:
+        state = run.state.get(self.key, PerRun()).get("at")
+        return state if isinstance(state, Steering) and state.loop == run.loop else None
+
+    def reuses(self, call: Call, rows: int) -> torch.Tensor:
+        """Which of the `rows` of a call's batch are to be reused, [rows], on the host."""
+        state = self._steering(call.run)
+        if state is None or not state.tracks or call.component not in {component for component, _ in state.who}:
+            return torch.zeros(rows, dtype=torch.bool)
+        ahead = [call.step < track.upto for track in state.tracks]
+        return torch.tensor(ahead * (rows // len(ahead)) if rows % len(ahead) == 0 else [all(ahead)] * rows)
+
+    def will_compute(self, run: Run, step: int) -> bool | None:
+        """Is that step computed? None where it is not decided yet."""
+        state = self._steering(run)
+        if state is None or not state.tracks:
+            return True if step <= 1 else None
+        ahead = [step < track.upto for track in state.tracks]
+        if all(ahead):
+            return False
+        return True if run.step <= step and min(track.upto for track in state.tracks) == step else None
+
+    # ---- the sampler's step --------------------------------------------------------------------------------
+
+    def step(self, run: Run, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stands around `scheduler.step`."""
+        calls = [call for call in run.calls[-run.calls_in_step :] if call.loop == run.loop and call.step == run.step]
+        if not calls or self.asked != run.loop or self.levels is None or run.step >= len(self.levels.at):
+            return step(*args, **kwargs)
+        call: StepCall = (args, kwargs)
+        if _noisy(kwargs):
+            self.levels, self.reason = None, "the pipeline asks its scheduler for fresh noise (eta, s_churn)"
+            run.note(f"{self.name} stood down: {self.reason}")
+            run.state.pop(self.key, None)
+            return step(*args, **kwargs)
+        who = tuple((call.component, call.branch) for call in calls)
+        reused = [call.by == self.name for call in calls]
+        state = self._steering(run)
+        if state is None or state.who != who or (any(reused) and not all(reused)):
+            return self._begin(run, step, call, who, trusted=not any(reused))
+        return self._go_on(run, step, call, calls, state, all(reused))
+
+    def _rows(self, output: torch.Tensor) -> list[slice]:
+        return [slice(r, r + 1) for r in range(len(output))] if self.rules.per_sample else [ALL]
+
+    def _control(self, output: torch.Tensor) -> StepControl:
+        rules = self.rules
+        return StepControl(rules.tolerance, rules.order, rules.max_gap, NOISE.get(output.dtype, 0.0))
+
+    def _begin(
+        self, run: Run, step: Callable[..., Any], call: StepCall, who: tuple[tuple[str, str], ...], trusted: bool
+    ) -> Any:
+        """A loop, an expert or another set of branches begins: nothing known before says anything about it.
+
+        Where some branches were reused (`trusted` is False), the output is used and not remembered.
+        """
+        assert self.levels is not None
+        output: torch.Tensor = argument(call, 0, "model_output")
+        tracks = []
+        for rows in self._rows(output):
+            now = Sample(self.levels.at[run.step], (output[rows],), None, run.step == 0 and run.begin == 0)
+            tracks.append(self._control(output).begin(now, run.step) if trusted else Track(upto=run.step + 1))
+        self._keep(run, Steering(run.loop, who if trusted else (), tuple(tracks), (Trail(),) * len(tracks)))
+        return step(*call[0], **call[1])
+
+    def _go_on(
+        self, run: Run, step: Callable[..., Any], call: StepCall, calls: list[Call], state: Steering, reused: bool
+    ) -> Any:
+        levels, scheduler, index = self.levels, run.scheduler, run.step
+        assert levels is not None and scheduler is not None
+        output: torch.Tensor = argument(call, 0, "model_output")
+        sample: torch.Tensor = argument(call, 2, "sample")
+        control, places = self._control(output), self._rows(output)
+        if len(places) != len(state.tracks):
+            return self._begin(run, step, call, state.who, trusted=not reused)
+        tracks, trails = list(state.tracks), [trail.seen(sample) for trail in state.trails]
+        skips = [reused or (self.rules.per_sample and index < track.upto) for track in tracks]
+        given, said = sample, output
+        found = self._misses(control, tracks, output, places, skips, index)
+        for unit, rows in enumerate(places):
+            if skips[unit]:
+                guess = forecast(tracks[unit].history, tracks[unit].order, levels.at[index])
+                said = _with_rows(said, rows, guess)
+                continue
+            now = Sample(levels.at[index], (output[rows],))
+            given = self._go_back(scheduler, step, trails[unit], tracks[unit], now, rows, given)
+            tracks[unit] = control.advance(tracks[unit], now, index, levels, found[unit])
+            trails[unit] = Trail()
+        call = changed(call, said, given)
+        trails = [
+            trail.then(scheduler, index, call) if skip else trail for trail, skip in zip(trails, skips, strict=True)
+        ]
+        made = step(*call[0], **call[1])
+        left = sample_of(made)
+        trails = [trail.returned(left) if skip else trail for trail, skip in zip(trails, skips, strict=True)]
+        for one in calls:
+            one.gate = max((track.error for track in tracks if track.error is not None), default=None)
+        self._keep(run, Steering(run.loop, state.who, tuple(tracks), tuple(trails)))
+        return made
+
+    def _misses(
+        self,
+        control: StepControl,
+        tracks: Sequence[Track],
+        output: torch.Tensor,
+        places: Sequence[slice],
+        skips: Sequence[bool],
+        index: int,
+    ) -> list[list[float]]:
+        """Per unit the errors of its forecasts; the one wait for the device at a computed step."""
+        assert self.levels is not None
+        wanted = [unit for unit, skip in enumerate(skips) if not skip and len(tracks[unit].history) >= 2]
+        found: list[list[float]] = [[] for _ in tracks]
+        if not wanted:
+            return found
+        rows = [
+            misses(tracks[unit].history, Sample(self.levels.at[index], (output[places[unit]],)), control.orders)
+            for unit in wanted
+        ]
+        errors = torch.stack(rows)
+        if self.rules.process_group is not None:
+            torch.distributed.all_reduce(errors, op=torch.distributed.ReduceOp.MAX, group=self.rules.process_group)
+        for unit, values in zip(wanted, errors.tolist(), strict=True):
+            found[unit] = values
+        return found
+
+    def _go_back(
+        self,
+        scheduler: Any,
+        step: Callable[..., Any],
+        trail: Trail,
+        track: Track,
+        now: Sample,
+        rows: slice,
+        given: torch.Tensor,
+    ) -> torch.Tensor:
+        """The latents with which this step begins, with the skipped ones interpolated; the scheduler's state fits."""
+        order = min(track.order + 1, 2) if self.rules.correct is None else self.rules.correct
+        if not trail.steps or not order or trail.lost:
+            return given
+        assert self.levels is not None
+        outputs = []
+        for skipped in trail.steps:
+            better = interpolated(track.history, now, order, self.levels.at[skipped.index])
+            outputs.append(_with_rows(argument(skipped.call, 0, "model_output"), rows, better))
+        live = state_of(scheduler)
+        sample = replay(scheduler, step, trail, outputs).to(given.dtype)
+        if rows == ALL:
+            return sample
+        rows_put(scheduler, live, rows, len(given))
+        return _with_rows(given, rows, sample[rows])
+
+    def _keep(self, run: Run, state: Steering) -> None:
+        run.state.setdefault(self.key, PerRun())["at"] = state
+        run.hold(self.key, held(state))
+
+
+def _noisy(kwargs: dict[str, Any]) -> bool:
+    """Does the pipeline ask for noise at each step?"""
+    return any(isinstance(kwargs.get(name), (int, float)) and kwargs[name] > 0 for name in ("eta", "s_churn"))
+
+
+def _with_rows(whole: torch.Tensor, rows: slice, part: torch.Tensor) -> torch.Tensor:
+    """`whole` with other values in some rows; all of them: the part itself."""
+    if rows == ALL:
+        return part.to(whole.dtype)
+    copy = whole.clone()
+    copy[rows] = part.to(whole.dtype)
+    return copy
+
+
+def held(state: Steering) -> int:
+    """Bytes of the tensors that a run's control refers to, each storage counted once."""
+    sizes: dict[int, int] = {}
+    tensors = [sample.values[0] for track in state.tracks for sample in track.history]
+    tensors += [argument(skipped.call, 2, "sample") for trail in state.trails for skipped in trail.steps]
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
