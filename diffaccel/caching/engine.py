@@ -195,8 +195,7 @@ class Engine(Listener):
 
     def _stands_down(self, run: Run) -> bool:
         reason = self.displaced() or why_loop_stands_down(self.recipe.policy, run)
-        if not reason and isinstance(run.sampler, Controller):
-            reason = run.sampler.why_not(run)
+        reason = reason or (run.sampler.why_not(run) if isinstance(run.sampler, Controller) else None)
         if reason is not None:
             run.note(f"{self.name} stood down: {reason}")
         return reason is not None

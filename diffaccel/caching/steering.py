@@ -41,7 +41,7 @@ class StepRules:
     tolerance: float
     order: int | None = None
     correct: int | None = None
-    max_gap: int = 6
+    max_gap: int | None = None
     per_sample: bool = False
     process_group: Any = None
 

@@ -20,6 +20,8 @@ from .newton import newton_weights
 
 DEPTH = 4  # computed outputs that are kept: enough for forecasts and interpolations of order 3
 FLOOR = 1e-6  # relative errors below are not believed
+GROWTH = 3  # a gap is at most so many times as long as the one before it: one lucky estimate opens no abyss
+SHARE = 0.28  # of a loop's steps, the longest gap unless told
 
 
 class Track(NamedTuple):
@@ -31,6 +33,7 @@ class Track(NamedTuple):
         order: of these forecasts.
         error: what the last computed step's forecast had missed, relative; None where there was none.
         spent: what the planned gap is expected to cost, in units of the tolerance.
+        at: the last computed step.
     """
 
     history: tuple[Sample, ...] = ()
@@ -38,6 +41,7 @@ class Track(NamedTuple):
     order: int = 0
     error: float | None = None
     spent: float = 0.0
+    at: int = 0
 
 
 class Levels(NamedTuple):
@@ -94,13 +98,13 @@ class StepControl:
     Attributes:
         tolerance: what the forecasts of one gap may move the latents by, in units of `Levels.cost`.
         order: of the forecasts, 0 to 3; None: chosen at each computed step by what its history tells.
-        max_gap: the next computed step is at most so many steps away.
+        max_gap: the next computed step is at most so many steps away; None: `SHARE` of the loop's.
         noise: relative rounding error of one output of the model (0 in float32): not chased.
     """
 
     tolerance: float
     order: int | None = None
-    max_gap: int = 6
+    max_gap: int | None = None
     noise: float = 0.0
 
     @property
@@ -108,15 +112,16 @@ class StepControl:
         """Orders that are compared at each computed step."""
         return (0, 1, 2) if self.order is None else (self.order,)
 
-    def walk(self, index: int, levels: Levels, error: float, order: int, span: float) -> tuple[int, float]:
+    def walk(self, index: int, levels: Levels, error: float, order: int, span: tuple[float, int]) -> tuple[int, float]:
         """(the next step to compute after `index`, what the forecasts up to it are expected to cost).
 
-        `error` is that of a forecast over `span` (in noise levels); over a distance d it is taken to be
+        `error` is that of a forecast over `span` (noise levels, steps); over a distance d it is taken to be
         error * (d / span) ** (order + 1). The last step is computed in any case.
         """
         spent, step, last = 0.0, index + 1, len(levels.cost) - 1
-        while step < last and step - index < self.max_gap:
-            reach = abs(levels.at[step] - levels.at[index]) / span
+        most = self.max_gap or max(2, round(SHARE * len(levels.cost)))
+        while step < last and step - index < min(most, GROWTH * span[1]):
+            reach = abs(levels.at[step] - levels.at[index]) / span[0]
             more = levels.cost[step] * error * reach ** (order + 1)
             if spent + more > self.tolerance:
                 break
@@ -124,7 +129,9 @@ class StepControl:
             step += 1
         return step, spent
 
-    def choose(self, index: int, levels: Levels, found: dict[int, float], span: float) -> tuple[int, int, float]:
+    def choose(
+        self, index: int, levels: Levels, found: dict[int, float], span: tuple[float, int]
+    ) -> tuple[int, int, float]:
         """(order, next step to compute, expected cost) from the errors found per order.
 
         The order that reaches farthest, and of those that reach as far the one that is expected to miss least: low
@@ -136,17 +143,17 @@ class StepControl:
 
     def begin(self, now: Sample, index: int) -> Track:
         """After a computed step that nothing can be said about yet."""
-        return Track((now,), index + 1)
+        return Track((now,), index + 1, at=index)
 
     def advance(self, track: Track, now: Sample, index: int, levels: Levels, found: Sequence[float]) -> Track:
         """After a computed step, `found` being its `misses` for `orders`; the first two steps are taken on faith."""
         history = (*track.history, now)[-DEPTH:]
         if len(track.history) < 2:
-            return Track(history, index + 1)
-        span = abs(now.at - track.history[-1].at)
+            return Track(history, index + 1, at=index)
+        span = (abs(now.at - track.history[-1].at), index - track.at)
         errors = {}
         for order, raw in zip(self.orders, found, strict=True):
             rounding = self.noise * gain(track.history, order, now.at) if self.noise else 0.0
             errors[min(order, len(history) - 1)] = max(math.sqrt(max(raw * raw - rounding * rounding, 0.0)), FLOOR)
         order, upto, spent = self.choose(index, levels, errors, span)
-        return Track(history, upto, order, errors[order], spent)
+        return Track(history, upto, order, errors[order], spent, index)

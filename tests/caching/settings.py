@@ -16,6 +16,7 @@ NO_GUARDS = {"cache_min_steps": 0, "cache_last_steps": 0}
 # Of six steps some are computed and some reused; thresholds are in BUDGET, as they go with a family's numbers.
 ACTING: dict[str, dict[str, Any]] = {
     "adacache": {"cache": "adacache"},
+    "adaptive": {"cache": "adaptive", "cache_tolerance": 1.0},
     "dbcache": {"cache": "dbcache", "cache_front_blocks": 1, "cache_back_blocks": 1, "cache_warmup_steps": 0},
     "delta_dit": {"cache": "delta_dit", "cache_interval": 2},
     "dicache": {"cache": "dicache", "cache_start": 0.0},
@@ -47,6 +48,7 @@ BUDGET: dict[str, dict[str, float]] = {
     "teacache": {"flux": 0.15, "wan": 1.0, "sd3": 0.15},
 }
 NEUTRAL: dict[str, dict[str, Any]] = {
+    "adaptive": {"cache_tolerance": 0.0},
     "delta_dit": {"cache_interval": 1},
     "interval": {"cache_interval": 1},
     "schedule": {"cache_steps": [0, 1, 2, 3, 4, 5]},

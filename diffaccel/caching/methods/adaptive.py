@@ -32,14 +32,14 @@ class AdaptiveCache(StepCache):
             step is computed. 0.002 computes about half of 28 steps, 0.01 a third.
         order: of the forecasts, 0 to 3, or "auto": whichever would have been best at the last computed step.
         correct: order with which the skipped steps are interpolated afterwards, 0 (not at all) to 3, or "auto".
-        max_gap: at most every so many steps one is computed.
+        max_gap: at least every so many steps one is computed; None: 0.28 of the loop's steps (8 of 28).
         last_steps: as for all caches; the last step is always computed.
     """
 
     tolerance: float = 0.004
     order: int | str = AUTO
     correct: int | str = AUTO
-    max_gap: int = 6
+    max_gap: int | None = None
 
     name: ClassVar[str] = "cache.adaptive"
 
@@ -47,7 +47,7 @@ class AdaptiveCache(StepCache):
         super().__post_init__()
         take(self, number(0), "tolerance", form=GOT)
         take(self, one_of(AUTO, 0, 1, 2, 3), "order", "correct", form=GOT)
-        take(self, whole(1), "max_gap", form=GOT)
+        take(self, whole(1).or_none(), "max_gap", form=GOT)
         if self.branches != "each":
             raise InvalidOptionError('branches="first" is not for cache="adaptive": its branches share one decision')
 

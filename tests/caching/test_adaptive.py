@@ -1,0 +1,123 @@
+"""The adaptive cache against a loop written by hand, on real pipelines with schedulers of every kind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from diffaccel import accelerate, restore
+from tests import tiny
+
+STEPS = 12
+ON = {"cache": "adaptive", "cache_min_steps": 0, "cache_max_gap": 4}
+
+
+def lagrange(nodes: list[float], at: float) -> list[float]:
+    """Weights of the interpolating polynomial, the textbook formula."""
+    return [
+        torch.tensor([(at - other) / (own - other) for j, other in enumerate(nodes) if j != k]).double().prod().item()
+        for k, own in enumerate(nodes)
+    ]
+
+
+def by_hand(pipe: Any, family: str, computed: list[int], order: int, correct: int, **call: Any) -> torch.Tensor:
+    """A plain run whose scheduler is stepped by hand: forecasts where a step is not computed, then taken again."""
+    outputs: dict[int, torch.Tensor] = {}
+    scheduler = pipe.scheduler
+    plain_step = type(scheduler).step.__get__(scheduler)
+    held: dict[str, Any] = {"skipped": [], "index": 0}
+
+    def combined(known: list[int], at: int) -> torch.Tensor:
+        sigmas = [float(s) for s in scheduler.sigmas]
+        weights = lagrange([sigmas[k] for k in known], sigmas[at])
+        return sum(w * outputs[k].double() for w, k in zip(weights, known, strict=True)).float()
+
+    def step(output: torch.Tensor, t: Any, sample: torch.Tensor, **more: Any) -> Any:
+        i = held["index"]
+        held["index"] += 1
+        if i not in computed:
+            if not held["skipped"]:
+                held["state"] = copy.deepcopy({k: v for k, v in vars(scheduler).items() if k != "step"})
+                held["sample"] = sample
+            known = sorted(outputs)
+            known = known[1:] if len(known) == 2 and known[0] == 0 and order else known
+            held["skipped"].append((i, t))
+            return plain_step(combined(known[-(order + 1) :], i), t, sample, **more)
+        outputs[i] = output
+        if held["skipped"] and correct:
+            vars(scheduler).update(held["state"])
+            sample = held["sample"]
+            for j, at in held["skipped"]:
+                [sample] = plain_step(combined(sorted(outputs)[-(correct + 1) :], j), at, sample, return_dict=False)
+        held["skipped"] = []
+        return plain_step(output, t, sample, **more)
+
+    scheduler.step = step
+    try:
+        return tiny.run(pipe, family, output_type="latent", num_inference_steps=STEPS, **call)
+    finally:
+        del scheduler.step
+
+
+def scheduler_of(name: str, pipe: Any) -> Any:
+    """A scheduler by name, for a flow model."""
+    import diffusers
+
+    if name == "FlowMatchEulerDiscreteScheduler":
+        return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    return getattr(diffusers, name)(**flow)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize(
+    "name", ["FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler"]
+)
+def test_a_run_equals_the_loop_written_by_hand(name: str, order: int) -> None:
+    pipe = tiny.build("wan")
+    pipe.scheduler = scheduler_of(name, pipe)
+    correct = min(order + 1, 2)
+    accelerate(pipe, None, strict=True, **ON, cache_tolerance=0.3, cache_order=order, cache_correct=correct)
+    ours = tiny.run(pipe, "wan", output_type="latent", num_inference_steps=STEPS)
+    steps = pipe.acceleration.report.steps
+    computed = sorted({step.index for step in steps if step.computed})
+    assert 3 < len(computed) < STEPS and {0, 1, STEPS - 1} <= set(computed)
+    restore(pipe)
+    by = by_hand(pipe, "wan", computed, order, correct)
+    plain = tiny.run(pipe, "wan", output_type="latent", num_inference_steps=STEPS)
+    away = (by - plain).abs().max()
+    assert (ours - by).abs().max() < 1e-4 * away.clamp(min=1.0) and away > 1e-3
+    uncorrected = by_hand(pipe, "wan", computed, order, 0)
+    assert (ours - uncorrected).abs().max() > 20 * (ours - by).abs().max(), "a run without correction is another one"
+
+
+def test_a_scheduler_that_draws_noise_is_refused_by_name() -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    pipe = tiny.build("wan")
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    torch.manual_seed(1)  # this scheduler draws from torch's own generator
+    plain = tiny.run(pipe, "wan", num_inference_steps=STEPS)
+    accelerate(pipe, None, **ON, cache_tolerance=0.3)
+    torch.manual_seed(1)
+    assert tiny.run(pipe, "wan", num_inference_steps=STEPS).equal(plain)
+    [note] = [note for note in pipe.acceleration.report.notes if "cache.adaptive stood down" in note]
+    assert "FlowMatchEulerDiscreteScheduler adds fresh noise" in note
+
+
+def test_latents_that_a_callback_changes_stay_changed() -> None:
+    """What others add between skipped steps is added again when the sampler goes back through them."""
+
+    def nudge(pipe: Any, index: int, t: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": tensors["latents"] + 0.05} if index == 3 else {}
+
+    pipe = accelerate(tiny.build("wan"), None, **ON, cache_tolerance=10.0, cache_order=0, cache_correct=1)
+    call = {"output_type": "latent", "num_inference_steps": STEPS}
+    still = tiny.run(pipe, "wan", **call)
+    moved = tiny.run(pipe, "wan", **call, callback_on_step_end=nudge)
+    computed = {step.index for step in pipe.acceleration.report.steps if step.computed}
+    assert not {3, 4} & computed, "the change falls between two skipped steps"
+    assert (moved - still).abs().mean() > 0.02
