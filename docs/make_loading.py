@@ -17,13 +17,21 @@ INTRODUCTION = """\
 # Pipelines as people load them
 
 Made by `docs/make_loading.py` from the rows in `tests/loaded/`; `tests/loaded/test_cells.py` runs every cell on tiny
-pipelines with a CPU (most of them in `make test-all`). Nothing on this page was run on a GPU.
+pipelines with a CPU (most of them in `make test-all`).
 
 ✓: the lever acts, two runs are alike, and after `restore` the picture, the class and the bits of every weight are
 those from before. A letter: it does not act, and the sentence below is said, by the plan (`strict=True` raises it),
 by the report of the run, or by the library itself, with diffaccel and without it. There is no third kind of cell.
 LoRA: strengths are absolute, and unloading gives back the picture bit by bit. `save_pretrained`: an accelerated
 pipeline writes the files that a plain one writes.
+"""
+
+NAMED = """\
+## Not run
+
+Models that AutoRound, SDNQ or Black Forest Labs' own format (bfl) have quantized are recognised by what diffusers
+leaves on them, and our quantization is refused by their names; nothing else was tried. torchao's dynamic FP8,
+nunchaku-lite's kernels and every transfer to a GPU need a GPU: not run on one.
 """
 
 WHERE = {
@@ -63,7 +71,7 @@ def page() -> str:
     if remarks:
         numbered = (f"{number}. {remark}" for number, remark in enumerate(remarks, 1))
         parts.append("## Remarks\n\n" + "\n".join(numbered) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, NAMED])
 
 
 def _letter(count: int) -> str:

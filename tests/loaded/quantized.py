@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tests import tiny
 from tests.loaded import quantizers
 from tests.loaded.row import LIBRARY, Row, Says
@@ -21,11 +23,16 @@ def row(name: str, library: str, build: Callable[[], Any], save: str = "", **mor
     return Row(name, build, cells, **more)
 
 
-NOT_SERIALIZABLE = "is not serializable"
+NOT_SERIALIZABLE = "The model is quantized with QuantizationMethod.GGUF and is not serializable"
 NO_STORAGE = "Attempted to access the data pointer on an invalid python storage"
 ON_A_CPU = (
     "diffusers asks for a GPU before it loads, so that this one check is left out here; all else is the library's own "
     "code for CPUs."
+)
+IN_PIECES = "blocks are compiled in pieces, as its layers break graphs; the report counts the breaks of the first run."
+PACKED = (
+    "on processors for which bitsandbytes packs 4-bit weights anew, a run after a save is another picture, with "
+    "diffaccel or without it."
 )
 STAND_IN = (
     "its kernels need a GPU: a layer with the library's tensors, names and class name, computed by torch, stands in."
@@ -33,6 +40,13 @@ STAND_IN = (
 ROWS = (
     Row("`from_pretrained`", lambda: tiny.build("flux")),
     row("GGUF", "GGUF (Q8_0)", quantizers.gguf, NOT_SERIALIZABLE, needs=("gguf",), slow=False),
+    row(
+        "GGUF in 4 bits, computing in bfloat16",
+        "GGUF (Q4_0)",
+        lambda: quantizers.gguf(dtype=torch.bfloat16, form="Q4_0"),
+        NOT_SERIALIZABLE,
+        needs=("gguf",),
+    ),
     row(
         "GGUF, some layers not quantized in the file",
         "GGUF (Q8_0)",
@@ -45,14 +59,14 @@ ROWS = (
         "bitsandbytes (8-bit)",
         lambda: quantizers.bitsandbytes(8),
         needs=("bitsandbytes",),
-        remark=ON_A_CPU,
+        remark=f"{ON_A_CPU} Regional compile: {IN_PIECES}",
     ),
     row(
         "bitsandbytes 4-bit",
         "bitsandbytes (4-bit)",
         lambda: quantizers.bitsandbytes(4),
         needs=("bitsandbytes",),
-        remark=ON_A_CPU,
+        remark=f"{ON_A_CPU} `save_pretrained`: {PACKED}",
     ),
     row("torchao, `TorchAoConfig`", "torchao", quantizers.torchao),
     row(
@@ -75,7 +89,12 @@ ROWS = (
     ),
     row("quanto, `QuantoConfig`", "optimum-quanto", quantizers.quanto),
     row("quanto by hand, frozen", "optimum-quanto", quantizers.quanto_by_hand),
-    row("quanto by hand, not frozen", "optimum-quanto", lambda: quantizers.quanto_by_hand(frozen=False)),
+    row(
+        "quanto by hand, not frozen",
+        "optimum-quanto",
+        lambda: quantizers.quanto_by_hand(frozen=False),
+        remark=f"regional compile: {IN_PIECES}",
+    ),
     row("ModelOpt by hand", "NVIDIA ModelOpt", quantizers.modelopt, needs=("modelopt",)),
     row("nunchaku-lite's layers", "nunchaku-lite", quantizers.nunchaku_lite, remark=STAND_IN),
 )

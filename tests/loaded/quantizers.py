@@ -28,11 +28,11 @@ def with_transformer(make: Callable[[str], Any], pipe: Any | None = None) -> Any
 # ---- GGUF ------------------------------------------------------------------------------------------
 
 
-def write_gguf(model: torch.nn.Module, path: Path, left_out: tuple[str, ...] = ()) -> None:
-    """Weights of the blocks as Q8_0, all else (and names with a part of `left_out`) as it is."""
+def write_gguf(model: torch.nn.Module, path: Path, left_out: tuple[str, ...] = (), form: str = "Q8_0") -> None:
+    """Weights of the blocks in a form of GGUF, all else (and names with a part of `left_out`) as it is."""
     import gguf
 
-    kind = gguf.GGMLQuantizationType.Q8_0
+    kind = gguf.GGMLQuantizationType[form]
     writer = gguf.GGUFWriter(path, "flux")
     for name, tensor in model.state_dict().items():
         values = tensor.numpy()
@@ -47,19 +47,33 @@ def write_gguf(model: torch.nn.Module, path: Path, left_out: tuple[str, ...] = (
     writer.close()
 
 
-def gguf(pipe: Any | None = None, left_out: tuple[str, ...] = (), dtype: torch.dtype = torch.float32) -> Any:
-    """Loaded by `from_single_file` from a GGUF file."""
+def gguf(
+    pipe: Any | None = None,
+    left_out: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    form: str = "Q8_0",
+) -> Any:
+    """Loaded by `from_single_file` from a GGUF file, to compute in `dtype` as the rest of the pipeline does."""
     import diffusers
 
+    pipe = pipe or tiny.build("flux")
+
     def load(folder: str) -> Any:
-        write_gguf(pipe.transformer, Path(folder, "model.gguf"), left_out)
+        write_gguf(pipe.transformer, Path(folder, "model.gguf"), left_out, form)
         config = diffusers.GGUFQuantizationConfig(compute_dtype=dtype)
         return type(pipe.transformer).from_single_file(
-            str(Path(folder, "model.gguf")), config=folder, subfolder="transformer", quantization_config=config
+            str(Path(folder, "model.gguf")),
+            config=folder,
+            subfolder="transformer",
+            quantization_config=config,
+            torch_dtype=dtype,
         )
 
-    pipe = pipe or tiny.build("flux")
-    return with_transformer(load, pipe)
+    pipe = with_transformer(load, pipe)
+    for _, module in tiny.component_modules(pipe):
+        if dtype != torch.float32 and module is not pipe.transformer:
+            module.to(dtype)
+    return pipe
 
 
 # ---- bitsandbytes ----------------------------------------------------------------------------------

@@ -113,6 +113,30 @@ def test_state_that_is_not_known_is_refused_by_its_name(kind: str) -> None:
     assert item.status == "refused" and "a Keeping keeps part of its state outside of its data (scales)" in item.reason
 
 
+@pytest.mark.slow
+def test_a_text_encoder_in_8_bits_takes_turns(tmp_path: Path) -> None:
+    """As transformers loads it; what is kept of its outputs depends on the scales, too."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig, T5EncoderModel
+
+    from diffaccel.offload.stage.text_cache import content
+
+    pipe = tiny.build("flux")
+    pipe.text_encoder_2.save_pretrained(tmp_path / "t5")
+    options = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
+    encoder = T5EncoderModel.from_pretrained(tmp_path / "t5", dtype=torch.float32, **options).eval()
+    pipe.text_encoder_2 = encoder
+    plain = tiny.run(pipe, "flux")
+    layer = encoder.encoder.block[0].layer[0].SelfAttention.q
+    assert type(layer).__name__ == "Linear8bitLt"
+    offloaded(pipe, "stage", tmp_path)
+    assert tiny.run(pipe, "flux").equal(plain) and in_a_file(layer.state.SCB, tmp_path)
+    assert tiny.run(restore(pipe), "flux").equal(plain)
+    before = content(encoder)
+    layer.state.SCB *= 2
+    assert content(encoder) != before
+
+
 @linux
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["layerwise", "stage"])

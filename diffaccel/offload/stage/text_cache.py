@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from ...errors import DiffaccelError
+from ...models.quantizers import moving_state
+from ..packing import PLAIN, layer_state
 from .embeddings import FileStore, MemoryStore, PackedOutput, Unkeepable, feed, key_of, pack_output, unpack_output
 from .residency import Group
 from .settings import settings
@@ -111,11 +113,14 @@ def content(module: torch.nn.Module) -> str:
 def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield from _plain_tensors(name, tensor)
+    for path, child in module.named_modules():
+        yield from ((f"{path}.{name}", tensor) for name, tensor in layer_state(child))
 
 
 def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor
+        yield from ((f"{name}.{part}", inner) for part, inner in moving_state(tensor))
         return
     names, meaning = tensor.__tensor_flatten__()
     for inner in (name for name in names if isinstance(getattr(tensor, name), torch.Tensor)):
