@@ -31,7 +31,7 @@ class StepRules:
     """How a run is controlled.
 
     Attributes:
-        tolerance, order, max_gap: see `StepControl`.
+        tolerance, order, max_gap, max_steps: see `StepControl`.
         correct: order with which skipped steps are interpolated afterwards, 0: not at all; None: one above that of
             the forecasts they took, at most 2.
         per_sample: every sample of a batch has a track of its own.
@@ -42,6 +42,7 @@ class StepRules:
     order: int | None = None
     correct: int | None = None
     max_gap: int | None = None
+    max_steps: int | None = None
     per_sample: bool = False
     process_group: Any = None
 
@@ -122,7 +123,7 @@ class Controller:
 
     def _control(self, output: torch.Tensor) -> StepControl:
         rules = self.rules
-        return StepControl(rules.tolerance, rules.order, rules.max_gap, NOISE.get(output.dtype, 0.0))
+        return StepControl(rules.tolerance, rules.order, rules.max_gap, NOISE.get(output.dtype, 0.0), rules.max_steps)
 
     def _begin(
         self, run: Run, step: Callable[..., Any], call: StepCall, who: tuple[tuple[str, str], ...], trusted: bool
@@ -133,10 +134,12 @@ class Controller:
         """
         assert self.levels is not None
         output: torch.Tensor = argument(call, 0, "model_output")
-        tracks = []
+        tracks, before = [], self._steering(run)
+        done = max((track.done for track in before.tracks), default=0) if before is not None else 0
         for rows in self._rows(output):
             now = Sample(self.levels.at[run.step], (output[rows],), None, run.step == 0 and run.begin == 0)
-            tracks.append(self._control(output).begin(now, run.step) if trusted else Track(upto=run.step + 1))
+            track = self._control(output).begin(now, run.step, done)
+            tracks.append(track if trusted else track._replace(history=()))
         self._keep(run, Steering(run.loop, who if trusted else (), tuple(tracks), (Trail(),) * len(tracks)))
         return step(*call[0], **call[1])
 
@@ -186,7 +189,7 @@ class Controller:
     ) -> list[list[float]]:
         """Per unit the errors of its forecasts; the one wait for the device at a computed step."""
         assert self.levels is not None
-        wanted = [unit for unit, skip in enumerate(skips) if not skip and len(tracks[unit].history) >= 2]
+        wanted = [unit for unit, skip in enumerate(skips) if not skip and tracks[unit].history]
         found: list[list[float]] = [[] for _ in tracks]
         if not wanted:
             return found

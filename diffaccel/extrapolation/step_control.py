@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from .newton import newton_weights
 
 DEPTH = 4  # computed outputs that are kept: enough for forecasts and interpolations of order 3
 FLOOR = 1e-6  # relative errors below are not believed
-GROWTH = 3  # a gap is at most so many times as long as the one before it: one lucky estimate opens no abyss
+GROWTH = 2  # a gap is at most so many times as long as the one before it: one lucky estimate opens no abyss
 SHARE = 0.28  # of a loop's steps, the longest gap unless told
 
 
@@ -34,6 +34,7 @@ class Track(NamedTuple):
         error: what the last computed step's forecast had missed, relative; None where there was none.
         spent: what the planned gap is expected to cost, in units of the tolerance.
         at: the last computed step.
+        done: computed steps so far.
     """
 
     history: tuple[Sample, ...] = ()
@@ -42,6 +43,7 @@ class Track(NamedTuple):
     error: float | None = None
     spent: float = 0.0
     at: int = 0
+    done: int = 0
 
 
 class Levels(NamedTuple):
@@ -91,6 +93,18 @@ def gain(history: Sequence[Sample], order: int, at: float) -> float:
     return math.sqrt(1.0 + sum(w * w for w in newton_weights([s.at for s in known], at)))
 
 
+class Guess(NamedTuple):
+    """A forecast of some order, and by how much it missed over a distance in noise levels."""
+
+    order: int
+    error: float
+    span: float
+
+    def over(self, distance: float) -> Guess:
+        """The same, foreseen for another distance."""
+        return Guess(self.order, self.error * (distance / self.span) ** (self.order + 1), distance)
+
+
 @dataclass(frozen=True)
 class StepControl:
     """The rules by which the next computed step is chosen.
@@ -100,60 +114,93 @@ class StepControl:
         order: of the forecasts, 0 to 3; None: chosen at each computed step by what its history tells.
         max_gap: the next computed step is at most so many steps away; None: `SHARE` of the loop's.
         noise: relative rounding error of one output of the model (0 in float32): not chased.
+        max_steps: computed steps of a loop, whatever the tolerance; None: as many as it takes.
     """
 
     tolerance: float
     order: int | None = None
     max_gap: int | None = None
     noise: float = 0.0
+    max_steps: int | None = None
 
     @property
     def orders(self) -> tuple[int, ...]:
         """Orders that are compared at each computed step."""
         return (0, 1, 2) if self.order is None else (self.order,)
 
-    def walk(self, index: int, levels: Levels, error: float, order: int, span: tuple[float, int]) -> tuple[int, float]:
+    def walk(self, index: int, levels: Levels, guess: Guess, room: int) -> tuple[int, float]:
         """(the next step to compute after `index`, what the forecasts up to it are expected to cost).
 
-        `error` is that of a forecast over `span` (noise levels, steps); over a distance d it is taken to be
-        error * (d / span) ** (order + 1). The last step is computed in any case.
+        The error of a forecast over a distance d is taken to be error * (d / span) ** (order + 1). The last step is
+        computed in any case; the gap is at most `room` steps.
         """
         spent, step, last = 0.0, index + 1, len(levels.cost) - 1
-        most = self.max_gap or max(2, round(SHARE * len(levels.cost)))
-        while step < last and step - index < min(most, GROWTH * span[1]):
-            reach = abs(levels.at[step] - levels.at[index]) / span[0]
-            more = levels.cost[step] * error * reach ** (order + 1)
+        while step < last and step - index < room:
+            reach = abs(levels.at[step] - levels.at[index]) / guess.span
+            more = levels.cost[step] * guess.error * reach ** (guess.order + 1)
             if spent + more > self.tolerance:
                 break
             spent += more
             step += 1
         return step, spent
 
-    def choose(
-        self, index: int, levels: Levels, found: dict[int, float], span: tuple[float, int]
-    ) -> tuple[int, int, float]:
-        """(order, next step to compute, expected cost) from the errors found per order.
+    def choose(self, index: int, levels: Levels, guesses: Sequence[Guess], room: int) -> tuple[Guess, int, float]:
+        """(the forecast to use, next step to compute, expected cost).
 
         The order that reaches farthest, and of those that reach as far the one that is expected to miss least: low
         orders where guidance makes the outputs stiff or gaps are long, high ones where they are smooth.
         """
-        plans = {order: self.walk(index, levels, error, order, span) for order, error in found.items()}
-        best = max(plans, key=lambda order: (plans[order][0], -plans[order][1]))
-        return best, *plans[best]
+        plans = [(*self.walk(index, levels, guess, room), guess) for guess in guesses]
+        step, spent, guess = min(plans, key=lambda plan: (-plan[0], plan[1]))
+        return guess, step, spent
 
-    def begin(self, now: Sample, index: int) -> Track:
-        """After a computed step that nothing can be said about yet."""
-        return Track((now,), index + 1, at=index)
+    def room(self, index: int, levels: Levels, before: int, left: int | None) -> int:
+        """The longest gap allowed after one of `before` steps, with `left` computed steps to go (None: any number)."""
+        count = len(levels.cost)
+        most = min(self.max_gap or max(2, round(SHARE * count)), GROWTH * before)
+        return most if left is None else max(most, math.ceil((count - 1 - index) / max(left, 1)))
+
+    def fitted(self, index: int, levels: Levels, guesses: Sequence[Guess], before: int, left: int) -> StepControl:
+        """These rules with the tolerance raised until the rest of the loop takes at most `left` computed steps.
+
+        The rest is foreseen as if errors went on by the same power law.
+        """
+        control = self
+        for _ in range(60):
+            if control.count(index, levels, guesses, before, left) <= left:
+                break
+            control = replace(control, tolerance=control.tolerance * 1.25)
+        return control
+
+    def count(self, index: int, levels: Levels, guesses: Sequence[Guess], before: int, left: int) -> int:
+        """Computed steps after `index`, foreseen."""
+        last, computed = len(levels.cost) - 1, 0
+        while index < last:
+            _, step, _ = self.choose(index, levels, guesses, self.room(index, levels, before, left - computed))
+            distance = abs(levels.at[step] - levels.at[index])
+            guesses = [guess.over(distance) for guess in guesses]
+            before, index, computed = step - index, step, computed + 1
+        return computed
+
+    def begin(self, now: Sample, index: int, done: int = 0) -> Track:
+        """After a computed step that nothing can be said about yet; `done` were computed before it."""
+        return Track((now,), index + 1, at=index, done=done + 1)
 
     def advance(self, track: Track, now: Sample, index: int, levels: Levels, found: Sequence[float]) -> Track:
-        """After a computed step, `found` being its `misses` for `orders`; the first two steps are taken on faith."""
-        history = (*track.history, now)[-DEPTH:]
-        if len(track.history) < 2:
-            return Track(history, index + 1, at=index)
-        span = (abs(now.at - track.history[-1].at), index - track.at)
-        errors = {}
+        """After a computed step, `found` being its `misses` for `orders`.
+
+        The second step of a loop knows of reuse as it is alone, and overrates its error: the first step bends most.
+        """
+        history, before = (*track.history, now)[-DEPTH:], index - track.at
+        guesses: list[Guess] = []
         for order, raw in zip(self.orders, found, strict=True):
             rounding = self.noise * gain(track.history, order, now.at) if self.noise else 0.0
-            errors[min(order, len(history) - 1)] = max(math.sqrt(max(raw * raw - rounding * rounding, 0.0)), FLOOR)
-        order, upto, spent = self.choose(index, levels, errors, span)
-        return Track(history, upto, order, errors[order], spent, index)
+            error = max(math.sqrt(max(raw * raw - rounding * rounding, 0.0)), FLOOR)
+            reached = len(nodes(history, order)) - 1  # young histories have low orders
+            guesses.append(Guess(reached, error, abs(now.at - track.history[-1].at)))
+        control, left = self, None
+        if self.max_steps is not None:
+            left = self.max_steps - track.done - 1
+            control = self.fitted(index, levels, guesses, before, left)
+        guess, upto, spent = control.choose(index, levels, guesses, self.room(index, levels, before, left))
+        return Track(history, upto, guess.order, guess.error, spent, index, track.done + 1)

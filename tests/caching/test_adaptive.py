@@ -112,12 +112,20 @@ def test_latents_that_a_callback_changes_stay_changed() -> None:
     """What others add between skipped steps is added again when the sampler goes back through them."""
 
     def nudge(pipe: Any, index: int, t: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        return {"latents": tensors["latents"] + 0.05} if index == 3 else {}
+        return {"latents": tensors["latents"] + 0.05} if index == 4 else {}
 
     pipe = accelerate(tiny.build("wan"), None, **ON, cache_tolerance=10.0, cache_order=0, cache_correct=1)
     call = {"output_type": "latent", "num_inference_steps": STEPS}
     still = tiny.run(pipe, "wan", **call)
     moved = tiny.run(pipe, "wan", **call, callback_on_step_end=nudge)
     computed = {step.index for step in pipe.acceleration.report.steps if step.computed}
-    assert not {3, 4} & computed, "the change falls between two skipped steps"
+    assert not {4, 5} & computed, "the change falls between two skipped steps"
     assert (moved - still).abs().mean() > 0.02
+
+
+@pytest.mark.parametrize("most", [4, 6, 9])
+def test_max_steps_is_kept_whatever_the_tolerance(most: int) -> None:
+    pipe = accelerate(tiny.build("wan"), None, **ON | {"cache_max_gap": None}, cache_tolerance=1e-9, cache_max_steps=most)
+    tiny.run(pipe, "wan", num_inference_steps=STEPS)
+    computed = {step.index for step in pipe.acceleration.report.steps if step.computed}
+    assert most - 1 <= len(computed) <= most and {0, STEPS - 1} <= computed

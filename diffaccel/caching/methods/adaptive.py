@@ -33,6 +33,7 @@ class AdaptiveCache(StepCache):
         order: of the forecasts, 0 to 3, or "auto": whichever would have been best at the last computed step.
         correct: order with which the skipped steps are interpolated afterwards, 0 (not at all) to 3, or "auto".
         max_gap: at least every so many steps one is computed; None: 0.28 of the loop's steps (8 of 28).
+        max_steps: computed steps of a loop at most, the tolerance being raised until they suffice; None: no limit.
         last_steps: as for all caches; the last step is always computed.
     """
 
@@ -40,6 +41,7 @@ class AdaptiveCache(StepCache):
     order: int | str = AUTO
     correct: int | str = AUTO
     max_gap: int | None = None
+    max_steps: int | None = None
 
     name: ClassVar[str] = "cache.adaptive"
 
@@ -48,6 +50,7 @@ class AdaptiveCache(StepCache):
         take(self, number(0), "tolerance", form=GOT)
         take(self, one_of(AUTO, 0, 1, 2, 3), "order", "correct", form=GOT)
         take(self, whole(1).or_none(), "max_gap", form=GOT)
+        take(self, whole(3).or_none(), "max_steps", form=GOT)
         if self.branches != "each":
             raise InvalidOptionError('branches="first" is not for cache="adaptive": its branches share one decision')
 
@@ -58,7 +61,7 @@ class AdaptiveCache(StepCache):
     def recipe(self, target: Target) -> CacheRecipe:
         """The whole denoiser, led by the run's control."""
         order, correct = (None if value == AUTO else int(value) for value in (self.order, self.correct))
-        steps = StepRules(float(self.tolerance), order, correct, self.max_gap, self.per_sample)
+        steps = StepRules(float(self.tolerance), order, correct, self.max_gap, self.max_steps, self.per_sample)
         policy = Policy(SteeredGate(), Forecast(1, coordinate="step"), self.guards())
         return CacheRecipe(policy, Denoiser(), steps=steps)
 
