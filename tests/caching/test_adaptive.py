@@ -125,7 +125,9 @@ def test_latents_that_a_callback_changes_stay_changed() -> None:
 
 @pytest.mark.parametrize("most", [4, 6, 9])
 def test_max_steps_is_kept_whatever_the_tolerance(most: int) -> None:
-    pipe = accelerate(tiny.build("wan"), None, **ON | {"cache_max_gap": None}, cache_tolerance=1e-9, cache_max_steps=most)
+    pipe = accelerate(
+        tiny.build("wan"), None, **ON | {"cache_max_gap": None}, cache_tolerance=1e-9, cache_max_steps=most
+    )
     tiny.run(pipe, "wan", num_inference_steps=STEPS)
     computed = {step.index for step in pipe.acceleration.report.steps if step.computed}
     assert most - 1 <= len(computed) <= most and {0, STEPS - 1} <= computed
