@@ -4,10 +4,10 @@
 
 One row per setting: mean PSNR in dB to the plain 28-step pictures, its lowest tenth over prompts, and the mean number
 of computed steps, counted at the denoiser's linear layers for ours and the peers alike. Each prompt runs by itself
-where a method decides by content. Rows are written to benchmarks/results/adaptive_quality.json as they come and are
-not run again; `--summary` prints what the rows say: at equal computed steps (interpolated between settings of one
-method), and the computed steps that 35, 40 and 45 dB need. Every baseline and peer is swept in the same run; a best
-peer is the best of all peers' curves at that point, so its options are searched on the very prompts.
+where a method decides by content. Rows are written below benchmarks/results as they come and are not run again;
+`--summary` prints what they say: leads at equal computed steps (interpolated between the settings of one method), and
+the computed steps that 35, 40 and 45 dB need. Baselines and peers are swept in the same run; the best peer is the best
+of all peers' curves at that point, so that its options are searched on the very prompts.
 """
 
 from __future__ import annotations

@@ -165,12 +165,17 @@ class StepControl:
 
         The rest is foreseen as if errors went on by the same power law.
         """
-        control = self
-        for _ in range(60):
-            if control.count(index, levels, guesses, before, left) <= left:
-                break
-            control = replace(control, tolerance=control.tolerance * 1.25)
-        return control
+
+        def fits(tolerance: float) -> bool:
+            return replace(self, tolerance=tolerance).count(index, levels, guesses, before, left) <= left
+
+        low = high = max(self.tolerance, 1e-6)
+        while not fits(high) and high < 1e6:
+            low, high = high, high * 4.0
+        for _ in range(6 if high > low else 0):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if fits(middle) else (middle, high)
+        return replace(self, tolerance=high if high > self.tolerance else self.tolerance)
 
     def count(self, index: int, levels: Levels, guesses: Sequence[Guess], before: int, left: int) -> int:
         """Computed steps after `index`, foreseen."""
