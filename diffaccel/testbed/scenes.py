@@ -1,7 +1,7 @@
 """The scenes world: two or three shapes and letters with their own fillings on a patterned ground, at any resolution.
 
 A caption states what each object is and in which quarter it stands; turn, place within the quarter, size, light and
-the phase of every pattern are left open, so a picture has to decide them on its way.
+every pattern's phase, direction and cells are left open, so a picture has to decide them on its way.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ QUARTERS: dict[str, tuple[float, float]] = {  # centres (down, across), fraction
 ATTRIBUTES: tuple[str, ...] = ("quarters", "kind", "colour", "filling", "ground", "pattern")
 TEMPLATE_COUNT = 3
 RADIUS = 0.185  # half extent / shorter side
-TURN = 0.35  # largest, in radians
+TURN = 0.5  # largest, in radians
 RIM = 0.022  # width of an outline / shorter side
 PERIODS = {"striped": 0.12, "checked": 0.15, "ground": 0.14}  # of patterns / shorter side
 PHASE = 0.05  # largest displacement of a pattern / shorter side
+BITS = 32  # cells of a pattern that repeat, more than a picture has
 _TEST_SHARE = 8  # one scene in eight is held out
 
 
@@ -118,7 +119,7 @@ def sample(split: str, seed: int | tuple[int, int]) -> Picture:
     numbers = seed if isinstance(seed, tuple) else (seed,)
     draw = np.random.default_rng((*numbers, 11))
     while True:
-        places = sorted(draw.permutation(4)[: 2 + int(draw.random() < 0.4)])
+        places = sorted(draw.permutation(4)[: 2 + int(draw.random() < 0.6)])
         things = tuple(
             Thing(_one(draw, KINDS), _one(draw, tuple(COLOURS)), _one(draw, FILLINGS), tuple(QUARTERS)[place])
             for place in places
@@ -147,25 +148,38 @@ def render(picture: Picture, height: int, width: int, seed: int = 0) -> np.ndarr
 def _ground(picture: Picture, y: np.ndarray, x: np.ndarray, side: int, draw: np.random.Generator) -> np.ndarray:
     phase_y, phase_x, light = draw.uniform(-1.0, 1.0, size=3)
     first = np.asarray(GROUNDS[picture.ground]) * (1.0 + 0.06 * light)
-    share = pattern_share(picture.pattern, y + PHASE * phase_y, x + PHASE * phase_x, PERIODS["ground"], side)
+    y, x, period = y + PHASE * phase_y, x + PHASE * phase_x, PERIODS["ground"]
+    share = pattern_share(picture.pattern, y, x, period, side, draw.integers(0, 2, size=(BITS, BITS)))
     made: np.ndarray = first + LIGHTER * share[..., None]
     return made
 
 
-def pattern_share(pattern: str, y: np.ndarray, x: np.ndarray, period: float, side: int) -> np.ndarray:
-    """Share 0..1 of the second tone, its edges soft by one pixel."""
-    sharp = period * side  # the distance below is in periods
+def pattern_share(
+    pattern: str, y: np.ndarray, x: np.ndarray, period: float, side: int, bits: np.ndarray
+) -> np.ndarray:
+    """Share 0..1 of the second tone, its edges soft by one pixel; `bits` [BITS, BITS] of 0 and 1 are left to chance.
+
+    Stripes are diagonal and go the one way or the other by the first bit; a checked pattern has a bit for each of its
+    cells, a dotted one for each of its dots.
+    """
     down, across = y / period, x / period
-    if pattern == "striped":  # diagonal
+    if pattern == "striped":
+        across = across if bits[0, 0] else -across
         inside = 0.25 - np.abs((down + across) / np.sqrt(2.0) % 1.0 - 0.5)
+        share: np.ndarray = np.clip(0.5 + inside * period * side, 0.0, 1.0)
     elif pattern == "checked":
-        fold_y, fold_x = 0.25 - np.abs(down % 1.0 - 0.5), 0.25 - np.abs(across % 1.0 - 0.5)
-        inside = np.sign(fold_y * fold_x) * np.minimum(np.abs(fold_y), np.abs(fold_x))
+        rows, columns = np.broadcast_arrays(2.0 * down - 0.5, 2.0 * across - 0.5)
+        above, before = np.floor(rows).astype(int), np.floor(columns).astype(int)
+        low, right = (np.clip(0.5 + (at % 1.0 - 0.5) * period * side / 2, 0.0, 1.0) for at in (rows, columns))
+        cells = [[bits[(above + i) % BITS, (before + j) % BITS] for j in (0, 1)] for i in (0, 1)]
+        upper, lower = (left + (other - left) * right for left, other in cells)
+        share = upper + (lower - upper) * low
     elif pattern == "dotted":
-        inside = 0.27 - np.hypot(down % 1.0 - 0.5, across % 1.0 - 0.5)
+        inside = 0.30 - np.hypot(down % 1.0 - 0.5, across % 1.0 - 0.5)
+        there = bits[np.floor(down).astype(int) % BITS, np.floor(across).astype(int) % BITS]
+        share = np.clip(0.5 + inside * period * side, 0.0, 1.0) * there
     else:
-        return np.zeros(np.broadcast_shapes(y.shape, x.shape))
-    share: np.ndarray = np.clip(0.5 + inside * sharp, 0.0, 1.0)
+        share = np.zeros(np.broadcast_shapes(y.shape, x.shape))
     return share
 
 
@@ -197,7 +211,8 @@ def _put(
         share = np.zeros_like(inside)
     else:
         down, across = own_y * radius + PHASE * jitter[5], own_x * radius + PHASE * jitter[6]
-        share = pattern_share(thing.filling, down, across, PERIODS[thing.filling], side)
+        bits = draw.integers(0, 2, size=(BITS, BITS))
+        share = pattern_share(thing.filling, down, across, PERIODS[thing.filling], side, bits)
     body = colour + (cream - colour) * share[..., None]
     made *= 1.0 - cover
     made += cover * body

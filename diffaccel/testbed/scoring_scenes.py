@@ -15,6 +15,7 @@ import numpy as np
 from . import outlines
 from .scenes import (
     ATTRIBUTES,
+    BITS,
     COLOURS,
     CREAM,
     GROUNDS,
@@ -32,6 +33,9 @@ from .scenes import (
 
 _MIN_CONTRAST = 0.17  # a pixel further than this (RGB distance) from both tones of the ground is a thing's
 _MIN_AREA = 0.012  # of a thing, in squares of the shorter side
+_FREEDOM = 2.0  # how much better a checked pattern has to fit, as each of its cells is open
+_FLAT = 1e-4  # and by at least this
+_FREE = ("checked", "dotted")
 _TURNS = np.linspace(-TURN, TURN, 7)
 _PHASES = tuple(itertools.product(np.linspace(-PHASE, PHASE, 5), repeat=2))
 
@@ -86,39 +90,67 @@ def _pattern(image: np.ndarray, ground: str, mask: np.ndarray, side: int) -> str
     for axis, step in itertools.product((0, 1), (-1, 1)):
         grown |= np.roll(mask, step, axis)
     free = ~grown
-    share = np.clip((image - np.asarray(GROUNDS[ground])).mean(axis=-1) / LIGHTER, -0.2, 1.2)[free]
-    if not share.size:
+    share = np.clip((image - np.asarray(GROUNDS[ground])).mean(axis=-1) / LIGHTER, -0.2, 1.2)
+    if not free.any():
         return PATTERNS[0]
     height, width = mask.shape
     y, x = (np.arange(height)[:, None] + 0.5) / side, (np.arange(width)[None] + 0.5) / side
     errors: dict[str, float] = {}
-    for pattern in PATTERNS:
-        for phase_y, phase_x in _PHASES[:1] if pattern == "plain" else _PHASES:
-            drawn = pattern_share(pattern, y + phase_y, x + phase_x, PERIODS["ground"], side)[free]
-            errors[pattern] = min(errors.get(pattern, np.inf), float(np.square(share - drawn).mean()))
-    return min(errors, key=lambda key: errors[key])
+    for pattern, (phase_y, phase_x) in itertools.product(PATTERNS, _PHASES):
+        for drawn in _drawn(pattern, y + phase_y, x + phase_x, PERIODS["ground"], side, share, free):
+            error = float(np.square(share - drawn)[free].mean())
+            errors[pattern] = min(errors.get(pattern, np.inf), error)
+    name = _simplest(errors)
+    if name in _FREE:  # a dot fits a cell well, but dots cover a seventh of the ground and cells half
+        return "dotted" if share[free].mean() < 0.3 else "checked"
+    return name
+
+
+def _simplest(errors: dict[str, float]) -> str:
+    """The pattern of the least error, where free cells have to be better by more than freedom gives."""
+    return min(errors, key=lambda key: errors[key] * (_FREEDOM if key == "checked" else 1.0) + _FLAT * (key in _FREE))
+
+
+def _drawn(
+    pattern: str, y: np.ndarray, x: np.ndarray, period: float, side: int, share: np.ndarray, seen: np.ndarray
+) -> Iterator[np.ndarray]:
+    """The pattern at one phase with the bits that fit a share [H, W] of its second tone best where it is `seen`."""
+    none = np.zeros((BITS, BITS), dtype=int)
+    if pattern in ("checked", "dotted"):
+        finer = 2.0 if pattern == "checked" else 1.0
+        rows, columns = np.broadcast_arrays(y * finer / period, x * finer / period)
+        ink = seen if pattern == "checked" else seen & (np.hypot(rows % 1.0 - 0.5, columns % 1.0 - 0.5) < 0.25)
+        cells = (np.floor(rows).astype(int) % BITS * BITS + np.floor(columns).astype(int) % BITS)[ink]
+        total = np.bincount(cells, share[ink], minlength=BITS**2)
+        count = np.bincount(cells, minlength=BITS**2)
+        yield pattern_share(pattern, y, x, period, side, (total > 0.5 * count).astype(int).reshape(BITS, BITS))
+    else:
+        yield pattern_share(pattern, y, x, period, side, none)
+        if pattern == "striped":
+            yield pattern_share(pattern, y, x, period, side, none + 1)
 
 
 def _thing(image: np.ndarray, mask: np.ndarray, side: int, quarter: str) -> Thing:
     kind, inside, own_y, own_x = _fit(mask, side)
     colour, cream = _colour(image, inside > 0.5)
     errors: dict[str, float] = {}
-    for filling, drawn in _fillings(kind, inside, own_y, own_x, side):
+    for filling, drawn in _fillings(kind, inside, own_y, own_x, side, cream):
         errors[filling] = min(errors.get(filling, np.inf), float(np.square(cream - drawn)[inside > 0.5].mean()))
-    return Thing(kind, colour, min(errors, key=lambda key: errors[key]), quarter)
+    return Thing(kind, colour, _simplest(errors), quarter)
 
 
 def _fillings(
-    kind: str, inside: np.ndarray, own_y: np.ndarray, own_x: np.ndarray, side: int
+    kind: str, inside: np.ndarray, own_y: np.ndarray, own_x: np.ndarray, side: int, cream: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Every filling in every phase as a share of cream [H, W]; a round thing's turn is open too."""
+    """Every filling in every phase as a share of cream [H, W], like `cream`; a round thing's turn is open too."""
     yield "solid", np.zeros_like(inside)
     yield "outlined", np.clip(0.5 + RIM * side - inside, 0.0, 1.0)
     for turn in _TURNS if kind in ("circle", "ring") else (0.0,):
         cos, sin = np.cos(turn), np.sin(turn)
         y, x = cos * own_y - sin * own_x, sin * own_y + cos * own_x
         for filling, (phase_y, phase_x) in itertools.product(("striped", "checked"), _PHASES):
-            yield filling, pattern_share(filling, y + phase_y, x + phase_x, PERIODS[filling], side)
+            at = (y + phase_y, x + phase_x, PERIODS[filling], side)
+            yield from ((filling, drawn) for drawn in _drawn(filling, *at, cream, inside > 0.5))
 
 
 @functools.cache

@@ -94,5 +94,5 @@ DENOISER = DenoiserTask(
     check_s=420.0,
 )
 TRAINING = Training(
-    autoencoder=VAE, denoiser=DENOISER, scenes={(64, 64): 20_000, (128, 128): 3_000}, vae_share=0.23, other_share=0.04
+    autoencoder=VAE, denoiser=DENOISER, scenes={(64, 64): 16_000, (128, 128): 2_500}, vae_share=0.23, other_share=0.04
 )
