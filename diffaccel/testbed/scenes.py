@@ -121,16 +121,21 @@ def sample(split: str, seed: int | tuple[int, int]) -> Picture:
     while True:
         places = sorted(draw.permutation(4)[: 2 + int(draw.random() < 0.6)])
         things = tuple(
-            Thing(_one(draw, KINDS), _one(draw, tuple(COLOURS)), _one(draw, FILLINGS), tuple(QUARTERS)[place])
+            Thing(_one(draw, KINDS), _one(draw, tuple(COLOURS)), _textured(draw, FILLINGS), tuple(QUARTERS)[place])
             for place in places
         )
-        picture = Picture(things, _one(draw, tuple(GROUNDS)), _one(draw, PATTERNS))
+        picture = Picture(things, _one(draw, tuple(GROUNDS)), _textured(draw, PATTERNS))
         if is_test(picture) == (split == "test"):
             return picture
 
 
 def _one(draw: np.random.Generator, names: tuple[str, ...]) -> str:
     return names[int(draw.integers(len(names)))]
+
+
+def _textured(draw: np.random.Generator, names: tuple[str, ...]) -> str:
+    """One of `names`, the first of which, without any texture, comes in one case of ten."""
+    return names[0] if draw.random() < 0.1 else _one(draw, names[1:])
 
 
 def render(picture: Picture, height: int, width: int, seed: int = 0) -> np.ndarray:
