@@ -17,7 +17,7 @@ from .handle import Acceleration, handle_of, undress
 from .ledger.hardware import Hardware
 from .pipeline import dress
 from .planner import presets as _presets
-from .planner.options import Budget
+from .planner.options import LEVEL, Budget
 from .planner.plan import Plan
 from .planner.presets.fitting import elsewhere
 from .planner.resolve import choose_hardware, require_pipeline, resolve
@@ -30,6 +30,7 @@ def accelerate(
     pipe: P,
     preset: str | Plan | None = "auto",
     *,
+    level: str | None = None,
     budget: Budget | None = None,
     hardware: str | Hardware | None = None,
     strict: bool = False,
@@ -41,6 +42,9 @@ def accelerate(
         pipe: any diffusers pipeline; no file or class of diffusers is changed.
         preset: a preset's name (`presets()` lists them), a path to a TOML file, a `Plan`, "auto", or None for
             only the overrides (with none of them: attach the verbs and the report, change nothing).
+        level: "careful" (nearest to the plain picture), "balanced" (the presets' own) or "fast": the one dial, which
+            sets the numbers of the levers that have levels (the adaptive cache). A number that is given, such as
+            `cache_tolerance`, goes before it.
         budget: what may be spent; see `Budget`.
         hardware: plan for this machine ("4090", "h100", "cpu", ...) instead of the one here; warns where it is
             another one.
@@ -59,6 +63,7 @@ def accelerate(
         IncompatibleError: the denoiser is shared with another accelerated pipeline.
         BudgetError: the budget cannot be met.
     """
+    overrides = _with_level(level, overrides)
     decision = resolve(pipe, preset, budget, hardware, strict, overrides)
     where = None if hardware is None else elsewhere(decision.target.hardware, choose_hardware(pipe, None))
     if where is not None:
@@ -96,13 +101,18 @@ def plan(
     pipe: object,
     preset: str | Plan | None = "auto",
     *,
+    level: str | None = None,
     budget: Budget | None = None,
     hardware: str | Hardware | None = None,
     strict: bool = False,
     **overrides: object,
 ) -> Plan:
     """The decision `accelerate` would make with the same arguments; touches nothing."""
-    return resolve(pipe, preset, budget, hardware, strict, overrides).plan
+    return resolve(pipe, preset, budget, hardware, strict, _with_level(level, overrides)).plan
+
+
+def _with_level(level: str | None, overrides: dict[str, object]) -> dict[str, object]:
+    return overrides if level is None else {**overrides, LEVEL: level}
 
 
 @overload

@@ -21,7 +21,7 @@ from .core.stack import Stack
 from .errors import DiffaccelError, IncompatibleError
 from .models.registry import lookup
 from .planner.levers import PLACES
-from .planner.options import require_parameters, wished
+from .planner.options import LEVEL, require_parameters, wished
 from .planner.plan import Plan, PlanItem
 from .planner.resolve import Decision, Judged, resolve
 
@@ -61,6 +61,7 @@ class Acceleration:
         self._decision = decision
         self.report: RunReport | None = None
         self._measurement: Measurement | None = None  # of the plan in force
+        self._planned_with: object = None  # the scheduler of the pipeline when it was made
         self.retired = False  # after restore: a kept handle, or a shallow copy of the pipeline, changes nothing more
         self.lock = threading.RLock()
         self._runs: list[Run] = []  # runs in progress, outermost first; all of the thread that holds the lock
@@ -209,6 +210,7 @@ class Acceleration:
             if notes:
                 decision = decision._replace(plan=replace(decision.plan, notes=(*decision.plan.notes, *notes)))
             self._decision, self.report, self._measurement = decision, None, None
+            self._planned_with = getattr(self.pipe, "scheduler", None)
 
     def change(self, key: str, value: str | bool | None, parameters: Mapping[str, object] | None = None) -> None:
         """Give one place another value, or none; the levers at other places stay as they are.
@@ -221,11 +223,14 @@ class Acceleration:
                 f"{key}: no lever can be changed inside a running call of the same pipeline; do it after the call"
             )
         place, wishes = PLACES[key], self.wishes
+        parameters = dict(parameters or {})
+        if value is not None and LEVEL in parameters and place.levers[str(value)].levels:
+            wishes[LEVEL] = parameters.pop(LEVEL)
         if value is not None:
-            require_parameters(key, value, parameters or ())
+            require_parameters(key, value, parameters)
         before = wished(wishes, key)
         wishes = {k: v for k, v in wishes.items() if k != key and not place.owns(k)}
-        given = {place.prefix + k: v for k, v in (parameters or {}).items() if v is not None}
+        given = {place.prefix + k: v for k, v in parameters.items() if v is not None}
         wishes = {**wishes, key: value, **given}
         known = self._decision.untouched(key, wishes) if self.stack.fits(lookup(self.pipe)) else {}
         decision = self.decide_again(wishes, known)
@@ -250,7 +255,16 @@ class Acceleration:
             self.adopt(self.decide_again(self.wishes), "planned anew: a denoiser was replaced")
         elif not self.stack.fits(lookup(self.pipe)):
             self.adopt(self.decide_again(self.wishes), "planned anew: the model is known better now")
+        elif self._was_in_the_way():
+            self.adopt(self.decide_again(self.wishes), "planned anew: the scheduler was replaced")
         self.stack.relink()
+
+    def _was_in_the_way(self) -> bool:
+        """Was a lever left out because of a scheduler that is no longer the pipeline's?"""
+        before = self._planned_with
+        if before is getattr(self.pipe, "scheduler", None):
+            return False
+        return any(item.reason.startswith(f"{type(before).__name__} ") for item in self._decision.plan.items)
 
     @contextlib.contextmanager
     def aside(self, verb: str) -> Iterator[Decision]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # What the denoiser may predict, by the scheduler's own word for it.
 FLOW, EPSILON, VELOCITY = "flow_prediction", "epsilon", "v_prediction"
 
+NOISY = "{name} adds fresh noise at its steps, so that skipped ones cannot be told from computed ones"
+
 
 def prediction_of(scheduler: Scheduler) -> str:
     """What the denoiser predicts, in the scheduler's words; flow-matching schedulers have none and predict flow."""
@@ -72,9 +74,28 @@ def why_not(run: Run) -> str | None:
         return f"{name} gives no timesteps before the loop"
     if levels_of(scheduler, timesteps[: run.total], sigmas) is None:
         return f"{name} has prediction_type={prediction_of(scheduler)!r}, whose outputs are not forecast here"
-    if draws_noise(scheduler):
-        return f"{name} adds fresh noise at its steps, so that skipped ones cannot be told from computed ones"
-    return None
+    return NOISY.format(name=name) if draws_noise(scheduler) else None
+
+
+def why_never(scheduler: Scheduler) -> str | None:
+    """Why step control can follow this scheduler in no loop, as far as that can be told before one; or None.
+
+    Tried on a copy that is given a few steps; a scheduler that wants other arguments is left to its first loop.
+    """
+    name, kind = type(scheduler).__name__, prediction_of(scheduler)
+    if getattr(scheduler, "order", 1) > 1:
+        return f"{name} calls the denoiser more than once a step"
+    if kind not in (FLOW, EPSILON, VELOCITY):
+        return f"{name} has prediction_type={kind!r}, whose outputs are not forecast here"
+    shifting = getattr(scheduler, "config", {}).get("use_dynamic_shifting", False)
+    try:
+        tried: Any = copy.deepcopy(scheduler)
+        tried.set_timesteps(8, **({"mu": 1.0} if shifting else {}))
+        if hasattr(tried, "scale_model_input"):
+            tried.scale_model_input(torch.zeros(1), tried.timesteps[0])  # or `step` warns
+        return NOISY.format(name=name) if draws_noise(tried) else None
+    except Exception:  # a scheduler of any make may refuse in any way: its first loop will tell
+        return None
 
 
 def draws_noise(scheduler: Scheduler) -> bool:

@@ -2,13 +2,14 @@
 
 from ..core.place import Lever, Place
 from ..core.slots import Slot
+from .dial import ADAPTIVE
 
 PLACE = Place(
     "cache",
     Slot.CALL,
     2,
     {
-        "adaptive": Lever("caching.methods.adaptive", "AdaptiveCache"),
+        "adaptive": Lever("caching.methods.adaptive", "AdaptiveCache", levels=ADAPTIVE),
         "teacache": Lever("caching.methods.teacache", "TeaCache"),
         "first_block": Lever("caching.methods.first_block", "FirstBlockCache"),
         "dbcache": Lever("caching.methods.dbcache", "DBCache"),

@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("preset", nargs="?", default="auto", metavar="PRESET", help="preset name or TOML file (auto)")
     add("--model", type=Path, metavar="FOLDER", help="a diffusers pipeline on this machine (the bundled testbed)")
     add("--hardware", metavar="NAME", help="plan for this machine, e.g. 4090 or cpu (the one here)")
+    add("--level", metavar="NAME", help="careful, balanced or fast (the preset's, else balanced)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON document")
     form.add_argument("--toml", action="store_true", help="print TOML, to edit and to give to accelerate()")
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from diffaccel import plan, testbed
 
     pipe = testbed.load("image") if args.model is None else _load(args.model)
-    decided = plan(pipe, args.preset, hardware=args.hardware)
+    decided = plan(pipe, args.preset, hardware=args.hardware, level=args.level)
     if args.json:
         print(json.dumps(decided.to_dict(), indent=2, allow_nan=False))
     else:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Rank = tuple[int, int]  # where an edit stands: its slot, then its place's order within the slot; smaller lies deeper
 LAST: Rank = (99, 0)  # outside of every lever
+BALANCED = "balanced"
+LEVELS = ("careful", BALANCED, "fast")  # of the one dial, from the nearest picture to the shortest time
 
 
 class ConfigClass(Protocol):
@@ -32,11 +34,13 @@ class ConfigClass(Protocol):
 
 @dataclass(frozen=True)
 class Lever:
-    """Where the config class of a value lives (imported when first asked for), and the fields that the value fixes."""
+    """Where the config class of a value lives (imported when first asked for), the fields that the value fixes, and
+    the fields that a level of the dial sets, by level."""
 
     module: str  # below diffaccel: "offload.stage.config"
     name: str
     fixed: Mapping[str, object] = field(default_factory=dict)
+    levels: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def config(self) -> ConfigClass:
         """The class."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from ..core.accelerator import Accelerator, Fidelity
 from ..core.options import above, plain, short, take
-from ..core.place import Place
+from ..core.place import BALANCED, LEVELS, Place
 from ..errors import InvalidOptionError, clipped, closest, nearest, unknown
 from .levers import PLACES, owner_of
 
@@ -20,6 +20,7 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "memory": ("memory_gib", "device_bytes", "max_bytes", "budget"),
     "num_steps": ("steps", "min_steps"),
     "psnr": ("min_psnr_db",),
+    "quality": ("level",),
     "rdt": ("threshold",),
     "rel_l1_thresh": ("threshold",),
     "residual_diff_threshold": ("threshold",),
@@ -29,7 +30,8 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "vram": ("memory_gib", "device_bytes", "max_bytes", "budget"),
     "warmup": ("warmup_steps",),
 }
-ARGUMENTS = ("budget", "hardware", "preset", "strict")  # of `accelerate`, beside the options
+ARGUMENTS = ("budget", "hardware", "level", "preset", "strict")  # of `accelerate`, beside the options
+LEVEL = "level"  # the wish of that name, beside those of the places
 BUDGET_FIDELITIES = tuple(f.value for f in Fidelity)
 
 
@@ -92,7 +94,9 @@ def validate(wishes: dict[str, object]) -> dict[str, object]:
     """The same wishes. Raises InvalidOptionError for unknown names and values."""
     for key, value in wishes.items():
         place = PLACES.get(key)
-        if place is None:
+        if key == LEVEL:
+            require_level(value)
+        elif place is None:
             _require_known(key, wishes)
         elif value is not None and value is not False and not _allowed(place, value):
             allowed = [str(v) for v in (*place.values, None)]
@@ -102,6 +106,25 @@ def validate(wishes: dict[str, object]) -> dict[str, object]:
         if owner is not None and not wishes.get(owner.key):
             raise InvalidOptionError(f"{key} was given, but no {owner.key} is chosen: give {owner.key}= as well")
     return {key: plain(value) for key, value in wishes.items()}
+
+
+def require_level(value: object) -> None:
+    """Raise, with the nearest name, unless it is a level of the dial or None."""
+    if value is not None and (not isinstance(value, str) or value not in LEVELS):
+        raise InvalidOptionError(f"{LEVEL}={short(value)}: {nearest(str(value), LEVELS)}")
+
+
+def level_of(wishes: Mapping[str, object]) -> str:
+    """The level that is asked for; the middle one where none is."""
+    value = wishes.get(LEVEL)
+    return value if isinstance(value, str) else BALANCED
+
+
+def by_level(key: str, wishes: Mapping[str, object]) -> dict[str, object]:
+    """Override keys that the level sets at a place, with their values, whether they were given or not."""
+    place = PLACES[key]
+    lever = place.levers.get(str(wished(wishes, key)))
+    return {} if lever is None else {place.prefix + k: v for k, v in lever.levels.get(level_of(wishes), {}).items()}
 
 
 def _allowed(place: Place, value: object) -> bool:
@@ -149,7 +172,7 @@ def build(key: str, value: str | bool, wishes: dict[str, object]) -> Accelerator
     lever = place.levers[str(value)]
     names = parameter_names(place, value)
     parameters: dict[str, object] = {}
-    for wish, given in wishes.items():
+    for wish, given in {**by_level(key, {**wishes, key: value}), **wishes}.items():
         if owner_of(wish) is place:
             name = wish.removeprefix(place.prefix)
             if name not in names:

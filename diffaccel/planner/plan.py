@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, TypedDict, TypeVar, cast
 
+from ..core.place import LEVELS
 from ..errors import InvalidOptionError, unknown
 from . import toml
 from .options import Budget
@@ -51,6 +52,7 @@ FORM = {
     "pipeline": toml.TEXT,
     "family": toml.TEXT,
     "hardware": toml.TEXT,
+    "level": toml.TEXT,
     "items": toml.LIST,
     "budget": toml.TABLE,
     "notes": toml.LIST,
@@ -77,6 +79,7 @@ class PlanTable(TypedDict, total=False):
     pipeline: str
     family: str
     hardware: str
+    level: str | None
     items: Sequence[Mapping[str, object]]
     budget: BudgetTable
     notes: Sequence[str]
@@ -84,7 +87,8 @@ class PlanTable(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Plan:
-    """A decision for one pipeline on one machine."""
+    """A decision for one pipeline on one machine. `level` is the dial's, None where no number that is in force comes
+    from it."""
 
     preset: str
     pipeline: str
@@ -93,6 +97,11 @@ class Plan:
     items: tuple[PlanItem, ...] = ()
     budget: Budget = field(default_factory=Budget)
     notes: tuple[str, ...] = ()
+    level: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.level is not None and self.level not in LEVELS:
+            raise unknown("level", self.level, LEVELS)
 
     def item(self, name: str) -> PlanItem:
         """The item of that name."""
@@ -185,10 +194,14 @@ class Plan:
         ]
         return rows
 
+    def _title(self) -> str:
+        level = "" if self.level is None else f", level {self.level}"
+        return f"{self.pipeline} ({self.family}), {self.hardware}, preset {self.preset}{level}"
+
     def __str__(self) -> str:
         rows = self.rows()
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-        title = f"diffaccel plan: {self.pipeline} ({self.family}), {self.hardware}, preset {self.preset}"
+        title = f"diffaccel plan: {self._title()}"
         lines = [title] + [
             "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False)) + "  " + row[-1]
             for row in rows
@@ -199,7 +212,7 @@ class Plan:
         head, *rows = self.rows()
         cells = "".join(f"<th>{html.escape(c)}</th>" for c in head)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-        title = html.escape(f"{self.pipeline} ({self.family}), {self.hardware}, preset {self.preset}")
+        title = html.escape(self._title())
         return f"<table><caption>{title}</caption><tr>{cells}</tr>{body}</table>"
 
 

@@ -13,7 +13,7 @@ import torch
 from ..core.accelerator import Accelerator, Fidelity, Placed, Slot, Target, Verdict
 from ..core.compat import int8_units
 from ..core.options import BOOLEAN, GOT, confirm, is_number, short
-from ..core.place import LAST, Place
+from ..core.place import BALANCED, LAST, Place
 from ..core.stack import weights_on_meta
 from ..errors import BudgetError, InvalidOptionError, InvalidPipelineError, UnsupportedModelError, unknown
 from ..ledger import hardware as machines
@@ -23,7 +23,7 @@ from . import toml
 from .learn import LearnBlocks
 from .levers import PLACES, RULES, in_order
 from .offload_budget import limit_memory
-from .options import Budget, build, validate, wished
+from .options import LEVEL, Budget, build, by_level, level_of, validate, wished
 from .plan import Plan, PlanItem
 from .presets import Preset, load
 from .presets.fitting import fit
@@ -62,7 +62,8 @@ class Decision(NamedTuple):
             return {}  # what others said of the weights may no longer be true
 
         def asked(wishes: Mapping[str, object], place: str) -> dict[str, object]:
-            return {name: value for name, value in wishes.items() if name == place or PLACES[place].owns(name)}
+            own = {name: value for name, value in wishes.items() if name == place or PLACES[place].owns(name)}
+            return {**by_level(place, wishes), **own}
 
         return {
             place: row
@@ -112,18 +113,23 @@ def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, object]) 
     elif preset is None:
         base = Preset("none")
     elif isinstance(preset, Plan):
-        base = Preset(preset.preset, _wishes_of(preset), families=(preset.family,))
+        base = Preset(preset.preset, _wishes_of(preset), families=(preset.family,), level=preset.level)
     elif isinstance(preset, (str, os.PathLike)):
         base = load(os.fspath(preset))
     else:
         raise InvalidOptionError(f"preset must be a name, a path to a TOML file, a Plan or None, got {preset!r}")
     validate(base.wishes)
-    wishes = {**base.wishes, **overrides}
+    level = {} if base.level in (None, BALANCED) else {LEVEL: base.level}
+    wishes = {**level, **base.wishes, **overrides}
     for key, value in overrides.items():
         # Another method than the preset's: the preset's numbers do not apply.
         place = PLACES.get(key)
         if place is not None and place.prefix and value != base.wishes.get(key):
             wishes = {k: v for k, v in wishes.items() if k in overrides or not place.owns(k)}
+    validate(wishes)
+    if overrides.get(LEVEL) is not None:  # who turns the dial does not mean the preset's numbers
+        set_by_it = {name for key in wishes if key in PLACES for name in by_level(key, wishes)}
+        wishes = {k: v for k, v in wishes.items() if k in overrides or k not in set_by_it}
     return base, validate(wishes)
 
 
@@ -156,7 +162,9 @@ def _wishes_of(plan: Plan) -> dict[str, object]:
                 if item.status == "enabled" and _stands_for(item, place, value):
                     wishes[place.key] = value
                     params = item.params if place.prefix else {}
-                    wishes.update({place.prefix + k: v for k, v in params.items() if v is not None})
+                    given = {place.prefix + k: v for k, v in params.items() if v is not None}
+                    level = {} if plan.level is None else by_level(place.key, {place.key: value, LEVEL: plan.level})
+                    wishes.update({k: v for k, v in given.items() if k not in level or level[k] != v})
     return wishes
 
 
@@ -194,6 +202,10 @@ def resolve(
     chosen = _choose(target, wishes, unneeded, worst, budget, known or {})
     for key in chosen.judged if strict else ():
         _require(chosen.judged[key])
+    led = _led_by_level(wishes, chosen)
+    idle = () if led or wishes.get(LEVEL) is None else (_idle(wishes, chosen),)
+    if strict and idle and overrides.get(LEVEL) is not None:
+        raise InvalidOptionError(idle[0])
     items = list(chosen.items)
     if budget.max_seconds is not None:
         reason = f"{LATER}: there is no time model yet, so max_seconds={budget.max_seconds:g} cannot be judged"
@@ -207,7 +219,8 @@ def resolve(
         hardware=str(target.hardware),
         items=tuple(items),
         budget=budget,
-        notes=(*base.notes, *chosen.remarks),
+        notes=(*base.notes, *chosen.remarks, *idle),
+        level=level_of(wishes) if led else None,
     )
     return Decision(plan, chosen.levers, target, wishes, chosen.judged)
 
@@ -246,6 +259,22 @@ def _choose(
     if any(item.status == "skipped" for item in items) and LearnBlocks().check(target).ok:
         levers.append(Placed(LAST, LearnBlocks()))
     return _Choice(tuple(items), tuple(levers), judged, _remarks(wishes, target))
+
+
+def _led_by_level(wishes: Mapping[str, object], chosen: _Choice) -> list[str]:
+    """Override keys whose values in force are the level's."""
+    on = [key for key, row in chosen.judged.items() if row.verdict.ok]
+    return [name for key in on for name in by_level(key, wishes) if name not in wishes]
+
+
+def _idle(wishes: Mapping[str, object], chosen: _Choice) -> str:
+    """Why the level that was asked for sets nothing."""
+    given = [name for key in chosen.judged for name in by_level(key, wishes) if name in wishes]
+    levelled = [f"{key}={value!r}" for key in PLACES for value, lever in PLACES[key].levers.items() if lever.levels]
+    why = (
+        f"{given[0]} was given, which goes before it" if given else f"it is for {', '.join(levelled)}, which is not on"
+    )
+    return f"level={level_of(wishes)!r} sets nothing here: {why}"
 
 
 def _require(row: Judged) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from diffaccel import accelerate, restore
+from diffaccel import accelerate, plan, restore
+from diffaccel.errors import DiffaccelError
 from tests import tiny
 
 STEPS = 12
@@ -98,14 +99,41 @@ def test_a_scheduler_that_draws_noise_is_refused_by_name() -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     pipe = tiny.build("wan")
-    pipe.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    shipped, pipe.scheduler = pipe.scheduler, FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     torch.manual_seed(1)  # this scheduler draws from torch's own generator
     plain = tiny.run(pipe, "wan", num_inference_steps=STEPS)
+    noisy, pipe.scheduler = pipe.scheduler, shipped
     accelerate(pipe, None, **ON, cache_tolerance=0.3)
+    pipe.scheduler = noisy  # after the plan was made
     torch.manual_seed(1)
     assert tiny.run(pipe, "wan", num_inference_steps=STEPS).equal(plain)
     [note] = [note for note in pipe.acceleration.report.notes if "cache.adaptive stood down" in note]
     assert "FlowMatchEulerDiscreteScheduler adds fresh noise" in note
+
+
+def test_a_plan_knows_schedulers_that_it_cannot_follow() -> None:
+    """Said beforehand, with what would act; a scheduler that is put in later is looked at before the next run."""
+    from diffusers import EulerAncestralDiscreteScheduler, HeunDiscreteScheduler
+
+    pipe = tiny.build("sdxl")
+    shipped = pipe.scheduler
+    for scheduler, words in (
+        (EulerAncestralDiscreteScheduler, "EulerAncestralDiscreteScheduler adds fresh noise"),
+        (HeunDiscreteScheduler, "HeunDiscreteScheduler calls the denoiser more than once a step"),
+    ):
+        pipe.scheduler = scheduler.from_config(shipped.config)
+        before = dict(vars(pipe.scheduler))
+        item = plan(pipe).item("cache.adaptive")
+        assert item.status == "skipped" and words in item.reason and "deepcache" in item.reason
+        assert vars(pipe.scheduler) == before, "planning touches nothing"
+        with pytest.raises(DiffaccelError, match=words):
+            accelerate(pipe, None, strict=True, **ON)
+    accelerate(pipe, None, **ON)
+    assert pipe.acceleration.plan.enabled == ()
+    pipe.scheduler = shipped
+    tiny.run(pipe, "sdxl")
+    assert pipe.acceleration.plan.enabled == ("cache.adaptive",)
+    assert "planned anew: the scheduler was replaced" in pipe.acceleration.plan.notes
 
 
 def test_latents_that_a_callback_changes_stay_changed() -> None:

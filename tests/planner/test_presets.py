@@ -36,11 +36,11 @@ def test_presets_by_gpu(name: str, pipes: dict[str, Any]) -> None:
     hardware, family = name.split("-")
     assert preset.families == (family,) and preset.hardware == hardware and hardware in HARDWARE
     assert validate(preset.wishes)
-    assert {"cache", "cache_threshold", "attention"} <= set(preset.wishes)
+    assert {"cache", "attention"} <= set(preset.wishes) and preset.level == "balanced"
     by_name = plan(pipes[family], name, hardware=hardware)
     by_auto = plan(pipes[family], hardware=hardware)
     assert by_auto.preset == f"auto ({name})" and by_auto.items == by_name.items and by_name.notes == ()
-    assert "cache.first_block" in by_name.enabled
+    assert "cache.adaptive" in by_name.enabled and by_name.level == "balanced"
     assert all(item.reason for item in by_name.items if item.status != "enabled")
     with pytest.raises(UnsupportedModelError, match=rf"{family}.*sdxl"):
         plan(pipes["sdxl"], name)
@@ -84,12 +84,14 @@ def test_auto_picks_by_family_and_device(family: str, hardware: str, preset: str
 
 def test_a_unet_and_an_unknown_model_get_reasons(pipes: dict[str, Any]) -> None:
     decided = plan(pipes["sdxl"], hardware="4090")
-    assert "U-Net" in decided.item("compile").reason and "U-Net" in decided.item("cache.first_block").reason
+    assert "U-Net" in decided.item("compile").reason and "cache.adaptive" in decided.enabled
+    assert "U-Net" in plan(pipes["sdxl"], hardware="4090", cache="first_block").item("cache.first_block").reason
     pipe = tiny.build("sdxl")
     pipe.unet.__class__ = type("Strange", (type(pipe.unet),), {})
     decided = plan(pipe, hardware="h100")
     assert decided.preset == "auto" and decided.family == "unknown"
-    assert "Strange" in decided.item("cache.first_block").reason and "Strange" in decided.item("compile").reason
+    assert "Strange" in decided.item("compile").reason and "cache.adaptive" in decided.enabled, "it needs no blocks"
+    assert "Strange" in plan(pipe, hardware="h100", cache="first_block").item("cache.first_block").reason
 
 
 def test_auto_on_a_cpu_leaves_compile_off_unless_asked(pipes: dict[str, Any]) -> None:
@@ -100,8 +102,8 @@ def test_auto_on_a_cpu_leaves_compile_off_unless_asked(pipes: dict[str, Any]) ->
 
 
 def test_overrides_lie_on_top_of_what_auto_picks(pipes: dict[str, Any]) -> None:
-    decided = plan(pipes["flux"], hardware="4090", cache_threshold=0.2, compile=None)
-    assert decided.item("cache.first_block").params["threshold"] == 0.2
+    decided = plan(pipes["flux"], hardware="4090", cache_tolerance=0.2, compile=None)
+    assert decided.item("cache.adaptive").params["tolerance"] == 0.2
     assert "compile" not in [item.name for item in decided.items]
 
 
@@ -129,9 +131,9 @@ def test_short_names_are_their_own() -> None:
 def test_a_plan_from_auto_is_a_preset(pipes: dict[str, Any]) -> None:
     decided = plan(pipes["wan"], hardware="4090", compile_backend="eager")
     again = plan(pipes["wan"], decided, hardware="4090")
-    assert again.enabled == decided.enabled == ("compile", "vae.tiling", "attention.sage", "cache.first_block")
+    assert again.enabled == decided.enabled == ("compile", "vae.tiling", "attention.sage", "cache.adaptive")
     assert again.preset == "auto (4090-wan)"
-    assert again.item("cache.first_block").params == decided.item("cache.first_block").params
+    assert again.item("cache.adaptive").params == decided.item("cache.adaptive").params
 
 
 # ---- third parties --------------------------------------------------------------------------------------

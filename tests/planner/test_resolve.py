@@ -52,7 +52,7 @@ def test_presets() -> None:
 
 def test_auto_lists_what_is_not_there_yet(flux) -> None:  # type: ignore[no-untyped-def]
     decided = plan(flux)
-    assert decided.item("cache.first_block").status == "enabled"
+    assert decided.item("cache.adaptive").status == "enabled"
     assert decided.item("fusion").status == "skipped" and "not in this version" in decided.item("fusion").reason
     assert decided.item("offload.stage").status == "skipped" and "memory limit" in decided.item("offload.stage").reason
     assert "_diffaccel" not in vars(flux), "planning touches nothing"
@@ -65,7 +65,7 @@ def test_lossless_enables_nothing_lossy(flux) -> None:  # type: ignore[no-untype
 
 
 def test_budgets(flux) -> None:  # type: ignore[no-untyped-def]
-    item = plan(flux, "cpu-demo", budget=Budget(min_psnr_db=30)).item("cache.first_block")
+    item = plan(flux, "cpu-demo", budget=Budget(min_psnr_db=30)).item("cache.adaptive")
     assert item.status == "skipped" and "30 dB" in item.reason
     item = plan(flux, "cpu-demo", budget=Budget(max_seconds=2)).item("budget.max_seconds")
     assert item.status == "skipped" and "no time model" in item.reason
@@ -138,9 +138,9 @@ def test_a_plan_is_a_preset(flux, sdxl) -> None:  # type: ignore[no-untyped-def]
 
 def test_overrides_of_another_method_drop_the_presets_numbers(flux) -> None:  # type: ignore[no-untyped-def]
     assert plan(flux, "cpu-demo", cache=None).enabled == ()
-    assert plan(flux, "cpu-demo", cache_threshold=0.5).item("cache.first_block").params["threshold"] == 0.5
+    assert plan(flux, "cpu-demo", cache_tolerance=0.5).item("cache.adaptive").params["tolerance"] == 0.5
     item = plan(flux, "cpu-demo", cache="interval").item("cache.interval")
-    assert item.status == "enabled" and "threshold" not in item.params and item.params["interval"] == 2
+    assert item.status == "enabled" and "tolerance" not in item.params and item.params["interval"] == 2
 
 
 def test_hardware(flux) -> None:  # type: ignore[no-untyped-def]
@@ -161,7 +161,7 @@ def test_missing_package_has_an_install_line() -> None:
 
 
 def test_what_a_family_cannot_do_is_refused_with_its_name(sdxl) -> None:  # type: ignore[no-untyped-def]
-    assert "sdxl" in plan(sdxl).item("cache.first_block").reason
+    assert "sdxl" in plan(sdxl, cache="first_block").item("cache.first_block").reason
     with pytest.raises(UnsupportedModelError, match="sdxl"):
         plan(sdxl, None, strict=True, cache="first_block")
     accelerate(sdxl, None)

@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...core.accelerator import Target
+from ...core.accelerator import Target, Verdict
 from ...core.options import GOT, number, one_of, take, whole
 from ...errors import InvalidOptionError
 from ...extrapolation.forecast import Forecast
+from ..dial import TOLERANCE
 from ..engine import CacheRecipe
 from ..gates.steered import SteeredGate
+from ..levels import why_never
 from ..policy import Policy
 from ..scopes.denoiser import Denoiser
 from ..steering import StepRules
 from .base import StepCache
 
 AUTO = "auto"
+INSTEAD = "caches that only reuse act there: cache='first_block' on transformers, 'deepcache' on U-Nets"
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class AdaptiveCache(StepCache):
 
     Attributes:
         tolerance: what the forecasts of one gap may move the latents by, relative to the model's own scale; 0: every
-            step is computed. 0.002 computes about half of 28 steps, 0.01 a third.
+            step is computed. 0.002 computes about half of 28 steps, 0.01 a third. Unless told, the one of the level
+            (`caching.dial`): "balanced" where nobody chose one.
         order: of the forecasts, 0 to 3, or "auto": whichever would have been best at the last computed step.
         correct: order with which the skipped steps are interpolated afterwards, 0 (not at all) to 3, or "auto".
         max_gap: at least every so many steps one is computed; None: 0.28 of the loop's steps (8 of 28).
@@ -37,7 +41,7 @@ class AdaptiveCache(StepCache):
         last_steps: as for all caches; the last step is always computed.
     """
 
-    tolerance: float = 0.004
+    tolerance: float = TOLERANCE
     order: int | str = AUTO
     correct: int | str = AUTO
     max_gap: int | None = None
@@ -57,6 +61,13 @@ class AdaptiveCache(StepCache):
     def off(self) -> str | None:
         """Why these parameters turn the cache off, or None."""
         return "tolerance 0: every step is computed" if self.tolerance == 0 else None
+
+    def check(self, target: Target) -> Verdict:
+        """As all caches; and a scheduler that step control can follow."""
+        verdict = super().check(target)
+        scheduler = getattr(target.pipe, "scheduler", None)
+        reason = why_never(scheduler) if verdict.ok and scheduler is not None and self.off() is None else None
+        return verdict if reason is None else Verdict.no(f"{reason}; {INSTEAD}")
 
     def recipe(self, target: Target) -> CacheRecipe:
         """The whole denoiser, led by the run's control."""

@@ -37,7 +37,7 @@ def controlled(target: Target, recipe: CacheRecipe) -> str | None:
         return None
     return (
         f"{type(target.pipe).__name__} has a {found}, which acts on blocks from outside; caches of the whole "
-        "output act: schedule, taylorseer, easycache, interval with cache_scope='denoiser'"
+        "output act: adaptive, schedule, taylorseer, easycache, interval with cache_scope='denoiser'"
     )
 
 

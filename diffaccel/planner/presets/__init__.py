@@ -12,7 +12,7 @@ from ...core.options import short
 from ...errors import InvalidOptionError, unknown
 from ...ledger.hardware import KINDS
 from .. import toml
-from ..options import BUDGET_FIDELITIES
+from ..options import BUDGET_FIDELITIES, require_level
 from . import third_party
 
 FORM = {
@@ -20,6 +20,7 @@ FORM = {
     "families": toml.LIST,
     "hardware": toml.TEXT,
     "fidelity": toml.TEXT,
+    "level": toml.TEXT,
     "wishes": toml.TABLE,
     "on": toml.TABLE,
     # What `diffaccel tune` measured: the schedule, fewer steps where those beat it, its rivals, tolerances.
@@ -48,6 +49,7 @@ class PresetTable(TypedDict, total=False):
     families: Sequence[str]
     hardware: str
     fidelity: str
+    level: str
     wishes: Mapping[str, object]
     on: Mapping[str, OnDevice]
     measured: Mapping[str, object]
@@ -63,9 +65,10 @@ class Preset:
     """Wishes and where they apply.
 
     `families` of None means any; `hardware` is the machine it was made for (on another one, a note says so);
-    `fidelity` caps what may be enabled; `on` changes wishes on one kind of device ("cpu", "cuda", ...), each
-    with a reason; `notes` go into the plan. Of a tuned preset, `measured` are its figures, `calibration` what
-    tolerances of the adaptive cache came to, `schedules` the best known steps for every number of computed ones.
+    `fidelity` caps what may be enabled; `level` is that of the dial unless the user turns it; `on` changes wishes on
+    one kind of device ("cpu", "cuda", ...), each with a reason; `notes` go into the plan. Of a tuned preset,
+    `measured` are its figures, `calibration` what tolerances of the adaptive cache came to, `schedules` the best
+    known steps for every number of computed ones.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Preset:
     families: tuple[str, ...] | None = None
     hardware: str | None = None
     fidelity: str | None = None
+    level: str | None = None
     on: Mapping[str, OnDevice] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     measured: Mapping[str, object] = field(default_factory=dict)
@@ -135,6 +139,10 @@ def parse(source: str, name: str) -> Preset:
         raise InvalidOptionError(f"preset {name!r}: families={short(families)} must hold names of families")
     if fidelity is not None and fidelity not in BUDGET_FIDELITIES:
         raise unknown(f"fidelity in preset {name!r}:", fidelity, BUDGET_FIDELITIES)
+    try:
+        require_level(data.get("level"))
+    except InvalidOptionError as error:
+        raise InvalidOptionError(f"preset {name!r}: {error}") from None
     return Preset(
         name=name,
         wishes=dict(data.get("wishes", {})),
@@ -142,6 +150,7 @@ def parse(source: str, name: str) -> Preset:
         families=tuple(families) if families is not None else None,
         hardware=data.get("hardware"),
         fidelity=fidelity,
+        level=data.get("level"),
         on=on,
         notes=_tuned(data),
         measured=data.get("measured", {}),
