@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .arithmetic import estimate
     from .book import Ledger
+    from .live.counting import from_pipeline
 
-_LAZY = {"Ledger": "book", "estimate": "arithmetic"}
+_LAZY = {"Ledger": "book", "estimate": "arithmetic", "from_pipeline": "live.counting"}
 
-__all__ = ["Ledger", "estimate"]
+__all__ = ["Ledger", "estimate", "from_pipeline"]
 
 
 def __getattr__(name: str) -> Any:

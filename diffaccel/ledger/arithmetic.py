@@ -50,7 +50,7 @@ def estimate(
         UnsupportedModelError: a folder with a class that is not written out.
     """
     found = resolve(model)
-    request = _request(found, height, width, frames, steps, guidance, text_tokens)
+    request = request_of(found, height, width, frames, steps, guidance, text_tokens)
     latents = latents_of(found, request)
     try:
         tally = DENOISERS[found.denoiser](found.config, latents)
@@ -113,7 +113,7 @@ def latents_of(model: Model, request: Request) -> Latents:
     return Latents(frames, request.height // spatial, request.width // spatial, request.text_tokens, audio)
 
 
-def _request(
+def request_of(
     model: Model,
     height: int | None,
     width: int | None,
@@ -122,6 +122,7 @@ def _request(
     guidance: float | None,
     text_tokens: int | Sequence[int] | None,
 ) -> Request:
+    """The request with the model's usual numbers where none are given, checked."""
     usual = model.defaults
     if frames not in (None, 1) and not model.video:
         raise InvalidOptionError(f"frames={frames}: {model.name} makes pictures (leave frames out)")

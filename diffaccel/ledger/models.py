@@ -157,6 +157,11 @@ def resolve(model: str | Path | Model) -> Model:
     raise unknown("model", model, names())
 
 
+def knows(name: str) -> bool:
+    """Is there a bundled model of that name, in any case?"""
+    return _plain(name) in map(_plain, names())
+
+
 def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
@@ -176,12 +181,12 @@ def from_folder(folder: Path) -> Model:
         raise UnsupportedModelError(f"{folder / 'model_index.json'} names neither a transformer nor a unet")
     kind, config = _component(folder, part, DENOISERS)
     vae, vae_config = _component(folder, "vae", DECODERS)
-    twin = _nearest(kind, config)
+    twin = nearest_model(kind, config)
     encoders: list[Encoder] = []
     for name in sorted(key for key in index if key.startswith("text_encoder") and _there(index[key])):
         encoder, settings = _component(folder, name, ENCODERS)
         settings = {**settings, **settings.get("text_config", {})}
-        encoders.append(Encoder(name, encoder, _tokens(encoder, len(encoders), twin), settings))
+        encoders.append(Encoder(name, encoder, encoder_tokens(encoder, len(encoders), twin), settings))
     defaults = twin.defaults
     if kind == "FluxTransformer2DModel":
         defaults = replace(defaults, guidance="embedded" if config.get("guidance_embeds") else "none")
@@ -225,13 +230,14 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _nearest(kind: str, config: Config) -> Model:
+def nearest_model(kind: str, config: Config) -> Model:
     """The bundled model of the same class whose config has most entries in common."""
     twins = [found for found in map(bundled, names()) if found.denoiser == kind]
     return max(twins, key=lambda twin: sum(twin.config[key] == config.get(key) for key in twin.config))
 
 
-def _tokens(kind: str, index: int, twin: Model) -> int:
+def encoder_tokens(kind: str, index: int, twin: Model) -> int:
+    """Tokens that the encoder at this place is given, as the bundled model's are."""
     same = [encoder.tokens for encoder in twin.encoders if encoder.kind == kind]
     if same:
         return same[0]
