@@ -14,6 +14,7 @@ from .core import snapshot as snapshots
 from .core.accelerator import PLAIN
 from .core.callbacks import own_callbacks
 from .core.clock import unwatch
+from .core.modular import guiders, is_modular
 from .core.report import RunReport
 from .core.run import Run, running
 from .core.snapshot import Snapshot
@@ -131,6 +132,11 @@ class Acceleration:
 
     def snapshot(self) -> Snapshot:
         """Pause point of the run in progress (call it inside `callback_on_step_end`)."""
+        if is_modular(self.pipe):
+            raise IncompatibleError(
+                f"snapshot(): {type(self.pipe).__name__} is a modular pipeline: nothing is called between its "
+                "steps at which a run could be paused and gone on with"
+            )
         run = self.run_in_progress()
         if run is None:
             raise DiffaccelError("snapshot(): no run of this pipeline is in progress in this thread")
@@ -353,8 +359,11 @@ class Acceleration:
 
     def _clone(self, pipe: Pipeline) -> Pipeline:
         clone = copy.copy(pipe)
-        clone.scheduler = copy.deepcopy(pipe.scheduler)
-        unwatch(clone.scheduler)
+        if getattr(pipe, "scheduler", None) is not None:
+            clone.scheduler = copy.deepcopy(pipe.scheduler)
+            unwatch(clone.scheduler)
+        for name, guider in guiders(pipe).items():  # they count the calls of a step
+            setattr(clone, name, copy.deepcopy(guider))
         return clone
 
 

@@ -98,14 +98,6 @@ class Accelerated:
             )
         super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
-    def progress_bar(self, iterable: Argument = None, total: int | None = None) -> Output:
-        """Diffusers' own bar; during an accelerated run its postfix counts the cached calls."""
-        bar = super().progress_bar(iterable, total)  # type: ignore[misc]
-        run = current_run()
-        if run is not None and run.pipe is self and not getattr(bar, "disable", True):
-            run.bar = bar
-        return bar
-
     def __copy__(self) -> Self:
         clone = object.__new__(type(self))
         vars(clone).update(vars(self))
@@ -298,6 +290,24 @@ def _verbs() -> dict[str, _CacheVerb]:
     return {cache_verb_name(value): _CacheVerb(value) for value in PLACES["cache"].levers}
 
 
+def _with_bar(cls: type) -> dict[str, object]:
+    """Diffusers' own bar; during an accelerated run its postfix counts the cached calls. Nothing where the class has
+    none: that of a modular pipeline belongs to its loop block."""
+    plain: Forward | None = getattr(cls, "progress_bar", None)
+    if plain is None:
+        return {}
+
+    @functools.wraps(plain)
+    def progress_bar(self: Pipeline, iterable: Argument = None, total: int | None = None) -> Output:
+        bar = plain(self, iterable, total)
+        run = current_run()
+        if run is not None and run.pipe is self and not getattr(bar, "disable", True):
+            run.bar = bar
+        return bar
+
+    return {"progress_bar": progress_bar}
+
+
 def accelerated_class(cls: type) -> type:
     """The one subclass that all accelerated instances of `cls` share."""
     if issubclass(cls, Accelerated):
@@ -319,6 +329,7 @@ def accelerated_class(cls: type) -> type:
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
             PLAIN: cls,
+            **_with_bar(cls),
             **_verbs(),
             **{name: _LoraVerb(cls, name) for name in LORA_VERBS if hasattr(cls, name)},
         }

@@ -15,6 +15,7 @@ import torch
 
 from .clock import CURRENT, position, schedule_of, unwatch, watch
 from .compat import num_timesteps
+from .modular import watched
 from .report import RunReport, StepRecord
 from .state import PerRun
 from .timing import Stopwatch
@@ -88,6 +89,8 @@ class Run:
         self.bytes_peak = 0
         self.bytes_held: dict[str, int] = {}
         self.hits = 0
+        self.condition: str | None = None  # of the call to come, where a guider says so (modular pipelines)
+        self.conditions: dict[int, list[str]] = {}  # of this step, by guider
         self.edits = 0  # how often a callback of the user's exchanged what the pipeline is conditioned on
         self._begins: dict[int, int] = {}  # per loop: where in the scheduler's own table it began
         self._schedules: dict[int, tuple[list[float], list[float]]] = {}
@@ -116,7 +119,7 @@ class Run:
             self.first_call = start
         if self.total is None:
             self._learn_loop()
-        branch = context if context is not None else self.branch_names(self.pipe, self.calls_in_step)
+        branch = context or self.condition or self.branch_names(self.pipe, self.calls_in_step)
         key = (component, branch)
         seen = self.seen.get(key, 0)
         self.seen[key] = seen + 1
@@ -250,18 +253,20 @@ def suspended() -> Iterator[None]:
 
 
 class running:
-    """Make a run current in this thread and watch its scheduler; on exit, put both back."""
+    """Make a run current in this thread and watch its scheduler (and guiders); on exit, put all back."""
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        self.run, self.more = run, watched(run)
 
     def __enter__(self) -> Run:
         self.token = CURRENT.set(self.run)
         if self.run.scheduler is not None:
             watch(self.run.scheduler, self.run)
+        self.more.__enter__()
         return self.run
 
     def __exit__(self, *exc: object) -> None:
         CURRENT.reset(self.token)
+        self.more.__exit__(None, None, None)
         if self.run.scheduler is not None:
             unwatch(self.run.scheduler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,6 +10,7 @@ import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import native_cache
+from ..core.modular import has_second_branch
 from ..core.options import GOT, LIMIT, NUMBER, one_of, plain, refuse, take, whole
 from ..core.run import Run
 from ..core.state import PerRun
@@ -105,7 +105,7 @@ class GuidanceReuse:
                 f"{spec.family}: without a card it is not known which of a step's calls is the unconditional one"
             )
         kind = type(pipe).__name__
-        if not any(name.startswith("negative_prompt") for name in inspect.signature(type(pipe).__call__).parameters):
+        if not has_second_branch(pipe):
             return Verdict.no(f"{kind} takes no negative prompt: it has no unconditional branch that could be skipped")
         for component in spec.denoisers:
             module = getattr(pipe, component, None)

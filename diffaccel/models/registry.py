@@ -73,7 +73,7 @@ def lookup(pipe: Pipeline) -> ModelSpec:
         found.append(component)
     denoisers = tuple(found[:1])
     if not denoisers:
-        return ModelSpec(UNKNOWN, (), (), no_stack=f"it has none of {', '.join(DENOISERS)}")
+        return ModelSpec(UNKNOWN, (), (), no_stack=_why_none(pipe))
     module = getattr(pipe, denoisers[0])
     name, known = class_of(module).__name__, learned(module)
     if isinstance(known, ModelSpec):
@@ -88,3 +88,12 @@ def lookup(pipe: Pipeline) -> ModelSpec:
         classes=(),
         no_stack=f"diffaccel has no card for {name} (families: {', '.join(CARDS)}); {why}",
     )
+
+
+def _why_none(pipe: Pipeline) -> str:
+    """Why there is no denoiser: a modular pipeline may load its components later."""
+    parts = getattr(pipe, "components", {})
+    missing = [name for name in DENOISERS if name in parts]
+    if missing:
+        return f"its {missing[0]} is not loaded yet; once it is, the plan is made anew before the next run"
+    return f"it has none of {', '.join(DENOISERS)}"

@@ -6,12 +6,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
 from ..core.accelerator import Accelerator, Fidelity, Placed, Slot, Target, Verdict
 from ..core.compat import int8_units
+from ..core.modular import is_modular
 from ..core.options import BOOLEAN, GOT, confirm, is_number, short
 from ..core.place import BALANCED, LAST, Place
 from ..core.stack import weights_on_meta
@@ -76,12 +77,13 @@ def require_pipeline(pipe: object, weights: bool = True) -> Pipeline:
     """`pipe`. Raises InvalidPipelineError unless it is a diffusers pipeline (with its weights in place)."""
     from diffusers import DiffusionPipeline
 
-    if not isinstance(pipe, DiffusionPipeline):
+    if not isinstance(pipe, DiffusionPipeline) and not is_modular(pipe):
         raise InvalidPipelineError(
-            f"pipe must be a diffusers pipeline (a DiffusionPipeline), got {type(pipe).__module__}."
-            f"{type(pipe).__qualname__}"
+            "pipe must be a diffusers pipeline (a DiffusionPipeline or a ModularPipeline), got "
+            f"{type(pipe).__module__}.{type(pipe).__qualname__}"
         )
-    for name, component in pipe.components.items() if weights else ():
+    found = cast("Pipeline", pipe)
+    for name, component in found.components.items() if weights else ():
         if isinstance(component, torch.nn.Module):
             missing, total = weights_on_meta(component)
             if missing:
@@ -89,7 +91,6 @@ def require_pipeline(pipe: object, weights: bool = True) -> Pipeline:
                     f"pipe.{name}: {missing} of {total} parameters are on the meta device (no weights loaded); load "
                     "the pipeline fully before accelerating it"
                 )
-    found: Pipeline = pipe
     return found
 
 

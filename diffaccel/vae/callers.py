@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 def called_by_another(pipe: Pipeline) -> bool:
     """Does the nearest pipeline on the call stack differ from `pipe`? False where there is none: a call by hand."""
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, ModularPipeline
 
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
             caller = frame.f_locals.get("self")
-            if isinstance(caller, DiffusionPipeline):
+            if isinstance(caller, (DiffusionPipeline, ModularPipeline)):
                 return caller is not pipe
         frame = frame.f_back
     return False

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...core.modular import call_arguments, is_modular
 from ...errors import BudgetError
 from ..layout import compression
 
@@ -97,8 +98,8 @@ def expected(pipe: Pipeline, vae: Any, request: Any) -> tuple[int, ...] | None:
     Args:
         request: ((call, pipe), args, kwargs) of the call, or None for a call with no arguments.
     """
-    if request is None:
-        arguments = {name: p.default for name, p in inspect.signature(type(pipe).__call__).parameters.items()}
+    if request is None or is_modular(pipe):
+        arguments: dict[str, Any] = call_arguments(pipe) | ({} if request is None else request[2])
     else:
         (call, caller), args, kwargs = request
         bound = inspect.signature(call).bind_partial(caller, *args, **kwargs)
