@@ -42,6 +42,7 @@ MOVES = {
     "bitsandbytes.nn.modules.Linear8bitLt": ("state.CB", "state.SCB"),  # handed over in the first forward
     "bitsandbytes.nn.modules.Params4bit": ("quant_state.absmax", "quant_state.state2.absmax"),
 }
+WITH_STATE = frozenset(kind.rpartition(".")[2] for kind in MOVES)  # their bare names, for a quick look
 # The same, but small, and in part the library's own (one table of codes for all layers of a process): they stay in
 # memory, and follow to another device as copies.
 FOLLOWS = {

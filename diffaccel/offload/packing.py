@@ -16,7 +16,7 @@ import torch
 
 from ..core.compat import host_edit
 from ..errors import IncompatibleError
-from ..models.quantizers import MOVES, class_name, following_state, moving_state, unknown_state
+from ..models.quantizers import WITH_STATE, following_state, moving_state, unknown_state
 
 ALIGN = 64  # bytes: kernels sum in another order where an address modulo this is another one
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -97,14 +97,9 @@ def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
                         continue
                 for inner_name, inner in plain_tensors(full, tensor):
                     found.setdefault(id(inner), (inner_name, inner))
-        for name, inner in layer_state(child):
+        for name, inner in moving_state(child) if type(child).__name__ in WITH_STATE else ():
             found.setdefault(id(inner), (f"{path}.{name}", inner))
     return list(found.values())
-
-
-def layer_state(layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that a layer of another library computes with and that are no parameters of it."""
-    return moving_state(layer) if class_name(layer) in MOVES else iter(())
 
 
 def follow(module: torch.nn.Module, device: torch.device) -> list[tuple[Any, str, torch.Tensor]]:
@@ -113,7 +108,7 @@ def follow(module: torch.nn.Module, device: torch.device) -> list[tuple[Any, str
     before = []
     for child in module.modules():
         for parameter in child._parameters.values():
-            for holder, name, tensor in following_state(parameter):
+            for holder, name, tensor in following_state(parameter) if type(parameter) not in PLAIN else ():
                 if tensor.device != device:
                     before.append((holder, name, tensor))
                     setattr(holder, name, tensor.to(device))
@@ -221,8 +216,8 @@ def shared_between(components: Iterable[torch.nn.Module], blocks: Sequence[torch
             for name, tensor in own_tensors(child):
                 for owner in owners.get(id(child), {-1}):
                     spans += [(str(t.device), *span(t), owner, id(t)) for t in _lenient(name, tensor, owner)]
-            for owner in owners.get(id(child), {-1}):
-                spans += [(str(t.device), *span(t), owner, id(t)) for _, t in layer_state(child) if t.numel()]
+            for owner in owners.get(id(child), {-1}) if type(child).__name__ in WITH_STATE else ():
+                spans += [(str(t.device), *span(t), owner, id(t)) for _, t in moving_state(child) if t.numel()]
     groups = [group for group in _overlapping(spans) if len({row[3] for row in group}) > 1]
     return {row[4] for group in groups for row in group}
 

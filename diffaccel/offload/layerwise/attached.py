@@ -16,8 +16,9 @@ from ...core.root import RootHook
 from ...core.run import Call, Run
 from ...core.state import PerRun
 from ...errors import IncompatibleError
+from ...models.quantizers import moving_state
 from ..host_memory import trim_heap
-from ..packing import follow, layer_state, own_tensors, pack, plain_tensors, tensors_of
+from ..packing import follow, own_tensors, pack, plain_tensors, tensors_of
 from ..store import DiskStore, HostStore, Store, StoredTensors
 from ..transfer import CudaTransfer, ThreadTransfer, TransferStream
 from .block import Block
@@ -167,7 +168,7 @@ class LayerwiseAttached:
         for component in self.target.pipe.components.values():
             for child in component.modules() if isinstance(component, torch.nn.Module) else ():
                 found = [inner for name, tensor in own_tensors(child) for inner in plain_tensors(name, tensor)]
-                for _, inner in [*found, *layer_state(child)]:
+                for _, inner in [*found, *moving_state(child)]:
                     if inner.device != self.device and (id(inner) not in moving or id(inner) in self.shared):
                         self.moved_there.append((inner, inner.device))
                         inner.data = inner.data.to(self.device)

@@ -16,7 +16,7 @@ import torch
 
 from ...errors import DiffaccelError
 from ...models.quantizers import moving_state
-from ..packing import PLAIN, layer_state
+from ..packing import PLAIN
 from .embeddings import FileStore, MemoryStore, PackedOutput, Unkeepable, feed, key_of, pack_output, unpack_output
 from .residency import Group
 from .settings import settings
@@ -114,7 +114,7 @@ def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield from _plain_tensors(name, tensor)
     for path, child in module.named_modules():
-        yield from ((f"{path}.{name}", tensor) for name, tensor in layer_state(child))
+        yield from ((f"{path}.{name}", tensor) for name, tensor in moving_state(child))
 
 
 def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
