@@ -121,7 +121,7 @@ class Engine(Listener):
         self, name: str, module: torch.nn.Module, root: RootHook, spec: ModelSpec, recipe: CacheRecipe
     ) -> None:
         self.name, self.module, self.root, self.spec, self.recipe = name, module, root, spec, recipe
-        self.at_root = recipe.policy.gate.observes in AT_ROOT
+        self.at_root, self.group = recipe.policy.gate.observes in AT_ROOT, recipe.process_group
         self.inside = recipe.scope.looks_inside(recipe.policy)
         self.control: Control | None = None  # watches what the denoiser is told beside latents, time and prompt
         self.corrects = recipe.scope.correction() > 0
@@ -173,15 +173,15 @@ class Engine(Listener):
             forget_earlier_experts(states, call)
             states[call.component, call.branch] = branch
         self.branch, self.call = branch, call
-        group = self.recipe.process_group
-        self.step = self._step(call) if self.scheduled else Step(call.step, run.total, None, None, group)
+        self.step = self._step(call) if self.scheduled else Step(call.step, run.total, None, None, self.group)
         if self.recipe.branches == "first" and self._follows(call):
             return
         if not self.at_root:
             self.deciding = True
         elif self.steered:
-            assert isinstance(call.run.sampler, Controller)
-            self.decide(call.run.sampler.reuses(call, rows_of(form)))
+            assert isinstance(run.sampler, Controller)
+            self.decide(run.sampler.reuses(call, rows_of(form), branch.told))
+            run.sampler.hear(branch.policy, branch.memory)
         elif branch.foreseen is None:
             self.decide(branch.observer.at_root(main, call.step))
         else:
@@ -239,7 +239,7 @@ class Engine(Listener):
         timesteps, sigmas = run.schedule()
         timestep = timesteps[call.step] if call.step < len(timesteps) else None
         sigma = sigmas[call.step] if call.step < len(sigmas) else None
-        return Step(call.step, run.total, timestep, sigma, self.recipe.process_group)
+        return Step(call.step, run.total, timestep, sigma, self.group)
 
     # ---- the decision ----------------------------------------------------------------------------------
 

@@ -29,9 +29,11 @@ def groups_of(rows: int, doubled: bool) -> tuple[Rows, ...]:
 
 
 def select_rows(seen: Any, rows: Rows) -> Any:
-    """What one sample shows the gate: its rows of a tensor, or of each tensor of a tuple."""
+    """What one sample shows the gate: its rows of a tensor, of a list, or of each tensor of a tuple."""
     if isinstance(seen, torch.Tensor):
         return seen[list(rows)]
+    if isinstance(seen, list):
+        return [seen[row] for row in rows]
     return tuple([select_rows(item, rows) for item in seen]) if isinstance(seen, tuple) else seen
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.clock import TAPS
+from ..core.clock import TAPS, schedule_of
 from ..extrapolation.step_control import Levels
 
 if TYPE_CHECKING:
     from ..core.protocols import Scheduler
     from ..core.run import Run
+
+LEAST_ALPHA = 2.0**-24
 
 # What the denoiser may predict, by the scheduler's own word for it.
 FLOW, EPSILON, VELOCITY = "flow_prediction", "epsilon", "v_prediction"
@@ -55,10 +58,14 @@ def levels_of(scheduler: Scheduler, timesteps: Sequence[float], sigmas: Sequence
 
 
 def _from_alphas(scheduler: Scheduler, timesteps: Sequence[float]) -> list[float]:
-    """k-diffusion's sigma at each timestep, for schedulers that keep none (DDIM); empty where there are no alphas."""
+    """k-diffusion's sigma at each timestep, for schedulers that keep none (DDIM); empty where there are no alphas.
+
+    Alphas of 0 (zero terminal signal-to-noise ratio, as CogVideoX has it) are read as 2**-24, diffusers' own way out.
+    """
     alphas = getattr(scheduler, "alphas_cumprod", None)
     if alphas is None:
         return []
+    alphas = alphas.double().clamp(min=LEAST_ALPHA)
     table = ((1 - alphas) / alphas).sqrt().tolist()
     return [table[min(max(round(t), 0), len(table) - 1)] for t in timesteps]
 
@@ -72,9 +79,12 @@ def why_not(run: Run) -> str | None:
     timesteps, sigmas = run.schedule()
     if not timesteps or run.total is None:
         return f"{name} gives no timesteps before the loop"
-    if levels_of(scheduler, timesteps[: run.total], sigmas) is None:
+    if prediction_of(scheduler) not in (FLOW, EPSILON, VELOCITY):
         return f"{name} has prediction_type={prediction_of(scheduler)!r}, whose outputs are not forecast here"
-    return NOISY.format(name=name) if draws_noise(scheduler) else None
+    try:
+        return _why_not(scheduler, timesteps[: run.total], sigmas)
+    except Exception as error:  # whatever a scheduler of somebody else's raises
+        return f"{name} could not be tried beforehand ({type(error).__name__})"
 
 
 def why_never(scheduler: Scheduler) -> str | None:
@@ -93,30 +103,48 @@ def why_never(scheduler: Scheduler) -> str | None:
         tried.set_timesteps(8, **({"mu": 1.0} if shifting else {}))
         if hasattr(tried, "scale_model_input"):
             tried.scale_model_input(torch.zeros(1), tried.timesteps[0])  # or `step` warns
-        return NOISY.format(name=name) if draws_noise(tried) else None
+        return _why_not(tried, *schedule_of(tried))
     except Exception:  # a scheduler of any make may refuse in any way: its first loop will tell
         return None
 
 
+def _why_not(scheduler: Scheduler, timesteps: Sequence[float], sigmas: Sequence[float]) -> str | None:
+    """Why a loop's outputs cannot be forecast, or its steps not be taken again; or None. Raises what `step` does."""
+    name = type(scheduler).__name__
+    levels = levels_of(scheduler, timesteps, sigmas)
+    if levels is None:
+        return f"{name} gives no noise levels, which this cache needs"
+    if not _in_order(levels.at):
+        return f"{name} comes to one noise level more than once, so that outputs are no function of it"
+    if list(inspect.signature(type(scheduler).step).parameters)[1:4] != ["model_output", "timestep", "sample"]:
+        return f"{name}.step takes other arguments than an output, a timestep and a sample"
+    return NOISY.format(name=name) if draws_noise(scheduler) else None
+
+
+def _in_order(at: Sequence[float]) -> bool:
+    return all(b < a for a, b in pairwise(at)) or all(b > a for a, b in pairwise(at))
+
+
 def draws_noise(scheduler: Scheduler) -> bool:
-    """Does `step` draw random numbers? Tried on a copy that stands where the scheduler stands."""
+    """Does `step` draw random numbers? Tried on a copy that stands where the scheduler stands.
+
+    What it drew may have been multiplied by 0 at this step (SA-Solver at its ends), so the generators are looked at.
+    """
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or len(timesteps) == 0:
         return False
-    made = []
-    for seed in (0, 1):
-        tried = copy.deepcopy(scheduler)
-        for name in TAPS:
-            vars(tried).pop(name, None)
-        device = getattr(timesteps, "device", torch.device("cpu"))
-        sample = torch.linspace(-1, 1, 64, device=device).view(1, 4, 4, 4)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            at = getattr(tried, "begin_index", None) or 0
-            made.append(_new_sample(tried.step(0.5 * sample, timesteps[at], sample)))
-    return not torch.equal(*made)
+    tried = copy.deepcopy(scheduler)
+    for name in TAPS:
+        vars(tried).pop(name, None)
+    device = getattr(timesteps, "device", torch.device("cpu"))
+    sample = torch.linspace(-1, 1, 64, device=device).view(1, 4, 4, 4)
+    at = getattr(tried, "begin_index", None) or 0
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        before = _generators(device)
+        tried.step(0.5 * sample, timesteps[at], sample)
+        return not all(map(torch.equal, before, _generators(device)))
 
 
-def _new_sample(output: Any) -> torch.Tensor:
-    found: torch.Tensor = output[0] if isinstance(output, tuple) else output.prev_sample
-    return found
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's own generators that a step on this device may draw from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

@@ -114,9 +114,9 @@ class Policy:
         """Reuse this step? `seen` is what `gate.observes` names.
 
         A step is computed where nothing is stored, and where the branch was absent from the step before (guidance
-        that comes and goes): sums and baselines would not reach across the gap.
+        that comes and goes): sums and baselines would not reach across the gap, unless the gate `spans_gaps`.
         """
-        ready = memory.history and step.index == memory.last + 1
+        ready = memory.history and (step.index == memory.last + 1 or self.gate.spans_gaps)
         ruling = rule(self.guards, memory.counts, step) if ready else Ruling.COMPUTE
         hit, state = self.gate.decide(memory.gate, seen, step, ruling)
         value = state.value

@@ -55,8 +55,12 @@ def argument(call: StepCall, place: int, name: str) -> Any:
 
 
 def changed(call: StepCall, output: torch.Tensor, sample: torch.Tensor) -> StepCall:
-    """The call with another model output and another sample."""
-    args, kwargs = list(call[0]), dict(call[1])
+    """The call with another model output and another sample.
+
+    Pipelines may give the output twice: Cosmos does, as `pred_original_sample` too.
+    """
+    said = argument(call, 0, "model_output")
+    args, kwargs = list(call[0]), {name: output if value is said else value for name, value in call[1].items()}
     for place, name, value in ((0, "model_output", output), (2, "sample", sample)):
         if place < len(args):
             args[place] = value
@@ -65,7 +69,7 @@ def changed(call: StepCall, output: torch.Tensor, sample: torch.Tensor) -> StepC
     return tuple(args), kwargs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Skipped:
     """One step that was taken with a forecast.
 
@@ -80,7 +84,7 @@ class Skipped:
     edit: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Trail:
     """The steps skipped since a computed one, and where the first of them began. Values are never written into.
 
@@ -98,11 +102,13 @@ class Trail:
 
     def seen(self, sample: torch.Tensor) -> Trail:
         """The next step begins with `sample`: note what was done to the latents since the last one."""
-        if self.left is None or not self.steps:
+        if self.left is None or not self.steps or self.lost:
             return self
         output, version = self.left
+        if version_of(output) != version or output.shape != sample.shape:
+            return replace(self, lost=True)
         if output is sample:
-            return self if version_of(sample) == version else replace(self, lost=True)
+            return self
         last = replace(self.steps[-1], edit=sample.to(output.dtype) - output)
         return replace(self, steps=(*self.steps[:-1], last))
 
@@ -112,8 +118,11 @@ class Trail:
         return Trail(state, (*self.steps, Skipped(index, call)), lost=self.lost)
 
     def returned(self, output: torch.Tensor) -> Trail:
-        """The last of the steps was taken and gave these latents."""
-        return replace(self, left=(output, version_of(output)))
+        """The last of the steps was taken and gave these latents.
+
+        In inference mode nobody counts writes, so a copy is kept, from which they are seen as any other edit.
+        """
+        return replace(self, left=(output.clone() if output.is_inference() else output, version_of(output)))
 
 
 def version_of(tensor: torch.Tensor) -> int:

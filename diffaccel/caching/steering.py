@@ -7,16 +7,20 @@ whether the branches were called one by one or as one batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..core.compat import leaves
 from ..core.state import PerRun
 from ..extrapolation.forecast import Sample
 from ..extrapolation.step_control import Levels, StepControl, Track, forecast, interpolated, misses
+from .grouped import GroupedPolicy
 from .levels import levels_of, why_not
+from .policy import Memory, Policy
 from .replay import StepCall, Trail, argument, changed, replay, rows_put, sample_of, state_of
 
 if TYPE_CHECKING:
@@ -47,11 +51,25 @@ class StepRules:
     process_group: Any = None
 
 
+# Of a denoiser's call: component, branch as the pipeline names it, number of the conditions it was told, rows.
+Who = tuple[str, str, int, int]
+
+
 class Steering(NamedTuple):
-    """Where a loop stands; one track and one trail for the batch, or one for each of its samples."""
+    """Where a loop stands; one track and one trail for the batch, or one for each of its samples.
+
+    Attributes:
+        loop: which.
+        who: the calls whose outputs, put together by the pipeline, the tracks hold; begun anew when they change.
+        form: shape of what the pipeline makes of them.
+        noise: relative rounding error of the denoiser's outputs.
+        tracks, trails: see there.
+    """
 
     loop: int
-    who: tuple[tuple[str, str], ...] = ()  # (component, branch) of the calls whose outputs the tracks hold
+    who: tuple[Who, ...] = ()
+    form: torch.Size = torch.Size()
+    noise: float = 0.0
     tracks: tuple[Track, ...] = ()
     trails: tuple[Trail, ...] = ()
 
@@ -60,17 +78,24 @@ class Controller:
     """The sampler's listener of one run (`Run.sampler`). What it remembers lies in `run.state`."""
 
     def __init__(self, name: str, rules: StepRules) -> None:
-        self.name, self.key, self.rules = name, f"{name}.control", rules
+        self.name, self.key, self.rules = name, f"{name}.steps", rules
         self.levels: Levels | None = None
         self.asked: int | None = None  # the loop that `reason` is about
         self.reason: str | None = None
+        self.met: dict[tuple[str, str], tuple[int, int]] = {}  # what ends the `Who` of each call
+        self.hits: tuple[bool, ...] = ()  # at a step in progress: which samples are reused, guards heard
 
     # ---- what the cache asks -----------------------------------------------------------------------------
 
     def why_not(self, run: Run) -> str | None:
-        """Why the loop that begins is computed in full, or None. Asked once per loop."""
+        """Why the loop that begins is computed in full, or None. Found once per loop; a resumed run knows it."""
         if self.asked != run.loop:
-            self.asked, self.reason, self.levels = run.loop, why_not(run), None
+            state = run.state.setdefault(self.key, PerRun())
+            known = state.get("why")
+            if known is None or known[0] != run.loop:
+                known = state["why"] = (run.loop, why_not(run))
+            self.levels = None
+            self.asked, self.reason = known
             if self.reason is None and run.scheduler is not None:
                 timesteps, sigmas = run.schedule()
                 self.levels = levels_of(run.scheduler, timesteps[: run.total], sigmas)
@@ -80,13 +105,28 @@ class Controller:
         state = run.state.get(self.key, PerRun()).get("at")
         return state if isinstance(state, Steering) and state.loop == run.loop else None
 
-    def reuses(self, call: Call, rows: int) -> torch.Tensor:
-        """Which of the `rows` of a call's batch are to be reused, [rows], on the host."""
+    def _who(self, state: Steering | None, call: Call) -> Who:
+        """Who calls; one that others answered is taken for whom it was before."""
+        key = call.component, call.name
+        known = self.met.get(key)
+        if known is None:
+            earlier = () if state is None else state.who
+            known = next(((told, rows) for *whose, told, rows in earlier if (*whose,) == key), (0, 0))
+        return (*key, *known)
+
+    def reuses(self, call: Call, rows: int, told: int) -> list[bool]:
+        """Which of the `rows` of a call's batch are to be reused. `told`: see `Who`."""
         state = self._steering(call.run)
-        if state is None or not state.tracks or call.component not in {component for component, _ in state.who}:
-            return torch.zeros(rows, dtype=torch.bool)
+        given = rows if call.inputs is None else self._who(state, call)[-1] or rows  # others may have halved it
+        self.met[call.component, call.name] = told, given
+        if state is None or not state.tracks or (call.component, call.name, told, given) not in state.who:
+            return [False] * rows
         ahead = [call.step < track.upto for track in state.tracks]
-        return torch.tensor(ahead * (rows // len(ahead)) if rows % len(ahead) == 0 else [all(ahead)] * rows)
+        return ahead * (rows // len(ahead)) if rows % len(ahead) == 0 else [all(ahead)] * rows
+
+    def hear(self, policy: Policy | GroupedPolicy, memory: Memory) -> None:
+        """What the guards made of that; of samples that decide for themselves."""
+        self.hits = policy.verdicts(memory) if isinstance(policy, GroupedPolicy) else ()
 
     def will_compute(self, run: Run, step: int) -> bool | None:
         """Is that step computed? None where it is not decided yet."""
@@ -107,40 +147,42 @@ class Controller:
             return step(*args, **kwargs)
         call: StepCall = (args, kwargs)
         if _noisy(kwargs):
-            self.levels, self.reason = None, "the pipeline asks its scheduler for fresh noise (eta, s_churn)"
-            run.note(f"{self.name} stood down: {self.reason}")
-            run.state.pop(self.key, None)
+            self._stand_down(run, "the pipeline asks its scheduler for fresh noise (eta, s_churn)")
             return step(*args, **kwargs)
-        who = tuple((call.component, call.branch) for call in calls)
-        reused = [call.by == self.name for call in calls]
         state = self._steering(run)
-        if state is None or state.who != who or (any(reused) and not all(reused)):
-            return self._begin(run, step, call, who, trusted=not any(reused))
-        return self._go_on(run, step, call, calls, state, all(reused))
+        who = tuple([self._who(state, c) for c in calls])
+        reused = any([c.by == self.name for c in calls])
+        if state is None or state.who != who or state.form != argument(call, 0, "model_output").shape:
+            return self._begin(run, step, call, () if reused else who)
+        return self._go_on(run, step, call, calls, state, reused)
+
+    def _stand_down(self, run: Run, reason: str) -> None:
+        self.levels, self.reason = None, reason
+        run.state[self.key] = PerRun(why=(run.loop, reason))
+        run.hold(self.key, 0)
+        run.note(f"{self.name} stood down: {reason}")
 
     def _rows(self, output: torch.Tensor) -> list[slice]:
         return [slice(r, r + 1) for r in range(len(output))] if self.rules.per_sample else [ALL]
 
-    def _control(self, output: torch.Tensor) -> StepControl:
+    def _control(self, noise: float) -> StepControl:
         rules = self.rules
-        return StepControl(rules.tolerance, rules.order, rules.max_gap, NOISE.get(output.dtype, 0.0), rules.max_steps)
+        return StepControl(rules.tolerance, rules.order, rules.max_gap, noise, rules.max_steps)
 
-    def _begin(
-        self, run: Run, step: Callable[..., Any], call: StepCall, who: tuple[tuple[str, str], ...], trusted: bool
-    ) -> Any:
+    def _begin(self, run: Run, step: Callable[..., Any], call: StepCall, who: tuple[Who, ...]) -> Any:
         """A loop, an expert or another set of branches begins: nothing known before says anything about it.
 
-        Where some branches were reused (`trusted` is False), the output is used and not remembered.
+        `who` is empty where some branches were reused: the output is used and not remembered.
         """
         assert self.levels is not None
         output: torch.Tensor = argument(call, 0, "model_output")
-        tracks, before = [], self._steering(run)
+        noise, tracks, before = _noise_of(run, who), [], self._steering(run)
         done = max((track.done for track in before.tracks), default=0) if before is not None else 0
         for rows in self._rows(output):
             now = Sample(self.levels.at[run.step], (output[rows],), None, run.step == 0 and run.begin == 0)
-            track = self._control(output).begin(now, run.step, done)
-            tracks.append(track if trusted else track._replace(history=()))
-        self._keep(run, Steering(run.loop, who if trusted else (), tuple(tracks), (Trail(),) * len(tracks)))
+            track = self._control(noise).begin(now, run.step, done)
+            tracks.append(track if who else track._replace(history=()))
+        self._keep(run, Steering(run.loop, who, output.shape, noise, tuple(tracks), (Trail(),) * len(tracks)))
         return step(*call[0], **call[1])
 
     def _go_on(
@@ -150,11 +192,10 @@ class Controller:
         assert levels is not None and scheduler is not None
         output: torch.Tensor = argument(call, 0, "model_output")
         sample: torch.Tensor = argument(call, 2, "sample")
-        control, places = self._control(output), self._rows(output)
-        if len(places) != len(state.tracks):
-            return self._begin(run, step, call, state.who, trusted=not reused)
+        control, places = self._control(state.noise), self._rows(output)
         tracks, trails = list(state.tracks), [trail.seen(sample) for trail in state.trails]
-        skips = [reused or (self.rules.per_sample and index < track.upto) for track in tracks]
+        alone = self.hits if self.rules.per_sample and len(self.hits) == len(tracks) else (False,) * len(tracks)
+        skips = [reused or hit for hit in alone]
         given, said = sample, output
         found = self._misses(control, tracks, output, places, skips, index)
         for unit, rows in enumerate(places):
@@ -175,7 +216,7 @@ class Controller:
         trails = [trail.returned(left) if skip else trail for trail, skip in zip(trails, skips, strict=True)]
         for one in calls:
             one.gate = max((track.error for track in tracks if track.error is not None), default=None)
-        self._keep(run, Steering(run.loop, state.who, tuple(tracks), tuple(trails)))
+        self._keep(run, state._replace(tracks=tuple(tracks), trails=tuple(trails)))
         return made
 
     def _misses(
@@ -200,6 +241,7 @@ class Controller:
         errors = torch.stack(rows)
         if self.rules.process_group is not None:
             torch.distributed.all_reduce(errors, op=torch.distributed.ReduceOp.MAX, group=self.rules.process_group)
+        errors = torch.nan_to_num(errors, nan=math.inf)  # an output of zeros, or none at all, opens no gap
         for unit, values in zip(wanted, errors.tolist(), strict=True):
             found[unit] = values
         return found
@@ -235,6 +277,12 @@ class Controller:
         run.hold(self.key, held(state))
 
 
+def _noise_of(run: Run, who: Sequence[Who]) -> float:
+    """Relative rounding error of what the denoiser says, by the dtype in which it says it (pipelines may widen it)."""
+    said = [tensor for component, branch, *_ in who for tensor in leaves(run.outputs.get((component, branch)))[0]]
+    return max((NOISE.get(tensor.dtype, 0.0) for tensor in said), default=0.0)
+
+
 def _noisy(kwargs: dict[str, Any]) -> bool:
     """Does the pipeline ask for noise at each step?"""
     return any(isinstance(kwargs.get(name), (int, float)) and kwargs[name] > 0 for name in ("eta", "s_churn"))
@@ -253,7 +301,8 @@ def held(state: Steering) -> int:
     """Bytes of the tensors that a run's control refers to, each storage counted once."""
     sizes: dict[int, int] = {}
     tensors = [sample.values[0] for track in state.tracks for sample in track.history]
-    tensors += [argument(skipped.call, 2, "sample") for trail in state.trails for skipped in trail.steps]
+    for trail in state.trails:
+        tensors += leaves([trail.state, [(skipped.call, skipped.edit) for skipped in trail.steps]])[0]
     for tensor in tensors:
         storage = tensor.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()

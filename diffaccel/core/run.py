@@ -42,15 +42,17 @@ class Call:
     `inputs` ((args, kwargs) in place of the caller's; later listeners see these) and `finish` (called with the
     output, returns what the caller gets). In `end_call` it finds the `output` before `finish` (None where the call
     raised). All four live for the length of the call. A listener that finds an `answer` keeps out of the call.
+    It may give the call another `branch` (half of a batch); `name` stays the pipeline's.
     """
 
     __slots__ = (
-        "answer", "branch", "by", "component", "computed", "end", "error", "finish", "gate", "inputs", "loop",
+        "answer", "branch", "by", "component", "computed", "end", "error", "finish", "gate", "inputs", "loop", "name",
         "output", "replay", "run", "start", "step",
     )  # fmt: skip
 
     def __init__(self, run: Run, component: str, branch: str, start: Mark) -> None:
         self.run, self.component, self.branch, self.start, self.end = run, component, branch, start, start
+        self.name = branch
         self.step, self.loop = run.step, run.loop
         self.computed: bool = True
         self.gate: float | None = None

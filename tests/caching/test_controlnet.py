@@ -20,6 +20,7 @@ BLOCKS = ["adacache", "custom", "dbcache", "delta_dit", "dicache", "first_block"
 BLOCKS += ["taylorseer", "teacache"]
 BY_BLOCKS: dict[str, dict[str, Any]] = {"taylorseer": {"cache_use_lite_mode": False}}
 WHOLE: dict[str, dict[str, Any]] = {
+    "adaptive": {"cache_tolerance": 1e9},
     "schedule": {"cache_steps": [0, 2, 5]},
     "interval": {"cache_interval": 2, "cache_scope": "denoiser"},
     "taylorseer": {"cache_interval": 2, "cache_first_enhance": 1, "cache_use_lite_mode": True},

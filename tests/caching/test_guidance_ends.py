@@ -15,6 +15,7 @@ STEPS = 8
 ENDS = 3  # the first step without guidance
 NO_GUARDS = {"cache_min_steps": 0, "cache_last_steps": 0}
 METHODS: dict[str, dict[str, Any]] = {
+    "adaptive": {"cache_tolerance": 1e9, "cache_max_gap": 2},
     "easycache": {"cache_threshold": 1e9, "cache_warmup_steps": 0},
     "first_block": {"cache_threshold": 1e9},
     "interval": {"cache_interval": 2},
@@ -23,6 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "taylorseer": {"cache_interval": 3, "cache_first_enhance": 2},
 }
 EXPECTED = {
+    "adaptive": "CC.CC.CC",  # begins anew: what the pipeline makes of its branches is another thing now
     "easycache": "CC......",
     "first_block": "C.......",
     "interval": "C.C.C.CC",

@@ -28,7 +28,7 @@ TIME = "time"  # time embedding, [B, C] or [B, 6, C]: the same for every prompt
 OUTPUT = "output"  # only outputs of computed steps, through `record`
 INPUT = "input"  # input of the denoiser
 GRID = "grid"  # image tokens or latents on their grid, [T, H, W, C] or [B, T, H, W, C]
-SAMPLER = "sampler"  # which samples step control wants to reuse, [B] booleans on the host
+SAMPLER = "sampler"  # which samples step control wants to reuse, a list of B booleans
 PAIR = "pair"  # (output of the first block(s), input of the stack), each [B, T, C]
 IN_BLOCKS = (PROBE, PAIR, MODULATED)  # what is only seen when the first blocks run
 AT_ROOT = (NOTHING, TIME, INPUT, OUTPUT, GRID, SAMPLER)  # what is seen before the denoiser runs
@@ -74,6 +74,7 @@ class Gate(Generic[S]):
 
     observes: ClassVar[str] = NOTHING
     reads_schedule: ClassVar[bool] = False  # whether it needs noise levels
+    spans_gaps: ClassVar[bool] = False  # whether it may reuse where the branch was absent from the step before
 
     @property
     def looks_back(self) -> int | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from ..step import Ruling, Step
 from .base import SAMPLER, Gate
 from .schedule import NO_STATE, NoState
@@ -17,14 +15,14 @@ class SteeredGate(Gate[NoState]):
     """Does what the run's control says."""
 
     observes: ClassVar[str] = SAMPLER
-    reads_schedule: ClassVar[bool] = True
+    spans_gaps: ClassVar[bool] = True  # what the sampler is given does not come from this branch's memory
 
     def start(self) -> NoState:
         """Nothing."""
         return NO_STATE
 
     def decide(
-        self, state: NoState, seen: torch.Tensor, step: Step, ruling: Ruling = Ruling.FREE
+        self, state: NoState, seen: list[bool], step: Step, ruling: Ruling = Ruling.FREE
     ) -> tuple[bool, NoState]:
-        """`seen`: whether each sample is to be reused, [B] booleans on the host."""
-        return (bool(seen.all()) if ruling is Ruling.FREE else ruling is Ruling.REUSE), NO_STATE
+        """`seen`: whether each sample is to be reused, B of them."""
+        return (all(seen) if ruling is Ruling.FREE else ruling is Ruling.REUSE), NO_STATE

@@ -185,7 +185,7 @@ class StepCache:
         try:
             recipe = self.full_recipe(target)
             on.control = Control(self.name, getattr(target.pipe, "components", {}), site.rank)
-            on.steps = recipe.steps
+            on.steps = None if recipe.steps is None else replace(recipe.steps, process_group=recipe.process_group)
             for component, root in site.roots.items():
                 module = unwrap_module(getattr(target.pipe, component))
                 on.add(put_on(self.name, module, root, target.spec, recipe, site.rank), site.rank)
