@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--runs", type=whole(1), default=24, metavar="N", help="real runs at most, all prompts once each (24)")
     add("--max-minutes", type=_number, metavar="M", help="no run begins later")
     add("--rivals", nargs="*", choices=_RIVALS, default=_RIVALS, help="fewer steps that compete (own euler unipc)")
+    add("--calibrate", action="store_true", help="also calibrate the adaptive cache's tolerance to PSNR")
     add("--out", type=Path, default=Path("tuned"), metavar="DIR", help="folder for presets and journal (tuned)")
     add("--json", action="store_true", help="print one JSON document")
     add("--quiet", action="store_true", help="no progress on stderr")
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from .. import Budget
     from ..errors import InvalidOptionError
     from ..tune import search
+    from ..tune.calibrate import TOLERANCES
 
     given = args.prompts if args.prompts or not args.pipeline.startswith(TESTBED) else "8"
     prompts = prompts_of(given, "--prompts", args.pipeline, "train")
@@ -54,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = search(
             pipe, prompts, budgets or None, seeds=args.seed, held_out=held_out, batch=args.batch, runs=args.runs,
-            max_minutes=args.max_minutes, rivals=args.rivals, journal=args.out / "journal.json", out=args.out,
+            max_minutes=args.max_minutes, rivals=args.rivals,
+            tolerances=TOLERANCES if args.calibrate else (), journal=args.out / "journal.json", out=args.out,
             say=None if args.quiet else _say, **call,
         )  # fmt: skip
     except KeyboardInterrupt:

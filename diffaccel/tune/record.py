@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.clock import schedule_of
 from ..errors import IncompatibleError
 from ..quality.measurement import generate
-from .response import response
+from .response import response, timesteps_left
 
 COLUMNS = 1 << 20  # of a Gram matrix's sums at once: so many doubles per step
 
@@ -96,7 +97,7 @@ def record(pipe: Any, prompts: Sequence[str], seeds: Sequence[int], call: Mappin
 
 
 def _require_one_call_a_step(ear: _Ear, pipe: Any) -> None:
-    count = 0 if ear.fresh is None else len(ear.fresh.timesteps)
+    count = 0 if ear.fresh is None else len(timesteps_left(ear.fresh))
     if not ear.outputs or len(ear.outputs) != count:
         raise IncompatibleError(
             f"tune: {type(pipe).__name__} stepped its scheduler {len(ear.outputs)} times where {count} timesteps are "
@@ -123,7 +124,6 @@ def gram_of(outputs: Sequence[torch.Tensor], count: int) -> list[np.ndarray]:
 
 def axis_of(scheduler: Any) -> tuple[tuple[float, ...], str]:
     """(coordinates of the steps, their name): noise levels where the scheduler has them, else timesteps."""
-    count, sigmas = len(scheduler.timesteps), getattr(scheduler, "sigmas", None)
-    kind, values = ("sigma", sigmas) if sigmas is not None else ("timestep", scheduler.timesteps)
-    listed = [float(value) for value in values.flatten().tolist()[:count]]
-    return tuple(listed), kind
+    timesteps, sigmas = schedule_of(scheduler)
+    begin = len(timesteps) - len(timesteps_left(scheduler))
+    return tuple((sigmas or timesteps)[begin : len(timesteps)]), "sigma" if sigmas else "timestep"

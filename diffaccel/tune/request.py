@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.options import GOT, confirm, number, whole
+from ..core.options import GOT, above, confirm, number, whole
 from ..errors import InvalidOptionError
 from ..planner.options import Budget
 from ..quality.measurement import require_call, seeds_of, texts_of
@@ -32,11 +32,12 @@ class Request:
     runs: int
     max_minutes: float | None
     rivals: tuple[str, ...]
+    tolerances: tuple[float, ...]
 
     @classmethod
     def of(
         cls, pipe: Any, call: Mapping[str, Any], *, prompts: object, budgets: object, seeds: object, held_out: object,
-        batch: int, runs: int, max_minutes: float | None, rivals: Sequence[str],
+        batch: int, runs: int, max_minutes: float | None, rivals: Sequence[str], tolerances: Sequence[float],
     ) -> Request:  # fmt: skip
         """Refuses bad input, and schedulers that cannot be tuned, in a sentence. Runs no model."""
         texts = texts_of(prompts, "tune")
@@ -53,9 +54,18 @@ class Request:
             raise InvalidOptionError(f"tune: eta={call['eta']!r} draws noise at the steps: leave it at 0")
         steps = _steps_of(pipe, call)
         return cls(
-            dict(call), texts[:RECORDED], given[:RECORDED], others, steps, _wanted(budgets, steps), batch, runs,
-            max_minutes, tuple(rivals),
-        )  # fmt: skip
+            call={**call, "num_inference_steps": steps},
+            prompts=texts[:RECORDED],
+            seeds=given[:RECORDED],
+            held_out=others,
+            steps=steps,
+            budgets=_wanted(budgets, steps),
+            batch=batch,
+            runs=runs,
+            max_minutes=max_minutes,
+            rivals=tuple(rivals),
+            tolerances=tuple(confirm("tolerances", value, above(0), GOT) for value in tolerances),
+        )
 
     def heading(self, pipe: Any) -> dict[str, Any]:
         """What makes one search another."""

@@ -14,15 +14,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.clock import position
 from ..errors import IncompatibleError
 
 UNIT = 1e-3  # of the outputs: small, so that nothing is clipped
 PROBED = 6  # steps of the loop that tells whether a scheduler rolls dice
 
 
+def timesteps_left(scheduler: Any) -> torch.Tensor:
+    """Those of the loop of a scheduler that has taken no step: all, unless it begins late (image to image)."""
+    return scheduler.timesteps[position(scheduler) or 0 :]  # type: ignore[no-any-return]
+
+
 def response(scheduler: Any) -> np.ndarray:
     """w_t, [N], of a scheduler whose timesteps are set and which has taken no step. The scheduler is not changed."""
-    count = len(scheduler.timesteps)
+    count = len(timesteps_left(scheduler))
     outputs = UNIT * torch.eye(count).reshape(count, count, 1, 1, 1)  # of step t: row t is 1
     final = _run(copy.deepcopy(scheduler), outputs)
     return np.asarray((final.flatten() / UNIT).double().numpy())
@@ -31,9 +37,9 @@ def response(scheduler: Any) -> np.ndarray:
 def _run(scheduler: Any, outputs: torch.Tensor) -> torch.Tensor:
     """The last latents from latents of 0 and these outputs, [N, B, ...]."""
     sample = torch.zeros_like(outputs[0])
-    for timestep, output in zip(scheduler.timesteps, outputs, strict=True):
-        given = scheduler.scale_model_input(sample, timestep) if hasattr(scheduler, "scale_model_input") else sample
-        del given  # some schedulers find their step there
+    for timestep, output in zip(timesteps_left(scheduler), outputs, strict=True):
+        if hasattr(scheduler, "scale_model_input"):
+            scheduler.scale_model_input(sample, timestep)  # some find their step there
         sample = scheduler.step(output, timestep, sample, return_dict=False)[0]
     return sample
 

@@ -6,7 +6,9 @@ with the noise levels' shift taken over. One that cannot run in this pipeline is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,11 +35,17 @@ def schedulers(scheduler: Any) -> dict[str, Callable[[], Any]]:
         "unipc": (diffusers.UniPCMultistepScheduler, unipc),
     }
     others = {
-        name: (lambda cls=cls, more=more: cls.from_config(config, **more))
+        name: functools.partial(_make, cls, {**config, **more})
         for name, (cls, more) in made.items()
         if cls is not type(scheduler)
     }
     return {"own": lambda: scheduler, **others}
+
+
+def _make(cls: Any, config: Mapping[str, Any]) -> Any:
+    """A scheduler of this class with what it knows of another's settings."""
+    known = inspect.signature(cls.__init__).parameters
+    return cls.from_config({name: value for name, value in config.items() if name in known})
 
 
 @contextmanager

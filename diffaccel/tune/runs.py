@@ -19,6 +19,8 @@ from .record import Recording, record
 from .rivals import scheduled, schedulers
 from .skips import Mask, Method
 
+# How a pipeline may fail under a scheduler that it was not written for.
+FAULTS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError, DiffaccelError)
 CAP_DB = 100.0  # identical pictures have no finite PSNR, and a mean needs one
 
 
@@ -57,6 +59,10 @@ class Ground:
             self._recording = record(self.pipe, self.prompts, self.seeds, self.call, self.batch)
         return self._recording
 
+    def one_by_one(self) -> Ground:
+        """The same, one prompt at a time: for methods that decide by what they see."""
+        return Ground(self.pipe, self.prompts, self.seeds, self.call, 1, self._recording)
+
     def schedule(self, mask: Mask, method: Method, coordinate: str) -> Trial:
         """Every prompt under a step schedule."""
         return self.accelerated(wishes_of(mask, method, coordinate))
@@ -71,14 +77,13 @@ class Ground:
             restore(self.pipe)
 
     def rival(self, name: str, steps: int) -> Trial | str:
-        """Every prompt with fewer steps of a scheduler; where it cannot run, why."""
+        """Every prompt with so many evaluations by a scheduler of `schedulers`; where it cannot run, why."""
         self.recording()
-        made = schedulers(self.pipe.scheduler)
-        if name not in made:
-            return f"{type(self.pipe.scheduler).__name__} is the pipeline's own"
+        made, asked = schedulers(self.pipe.scheduler), self.call["num_inference_steps"]
+        more = {"num_inference_steps": round(steps * asked / len(self.recording().axis))}  # image to image runs fewer
         try:
-            return self._compare(scheduled(self.pipe, made[name]()), {"num_inference_steps": steps}, steps)
-        except (TypeError, ValueError, NotImplementedError, RuntimeError, DiffaccelError) as error:
+            return self._compare(scheduled(self.pipe, made[name]()), more, steps)
+        except FAULTS as error:
             return " ".join(f"{type(error).__name__}: {error}".split())[:120]
 
     def _compare(self, frame: AbstractContextManager[None], changes: Mapping[str, Any], steps: int = 0) -> Trial:

@@ -22,12 +22,13 @@ from ..models.registry import lookup
 from ..planner.options import Budget
 from ..planner.resolve import require_pipeline
 from ..quality.measurement import untouched
+from .calibrate import Calibration, wishes_for
 from .hunt import Hunt, in_turn
 from .journal import Journal
 from .outcome import Point, Setting, Tuned
 from .record import Recording
 from .request import RUNS, Request
-from .rivals import RIVALS
+from .rivals import RIVALS, schedulers
 from .runs import Ground, Trial, mask_of, text_of
 from .skips import Method
 from .surrogate import Candidate, Surrogate, choices
@@ -46,6 +47,7 @@ def search(
     runs: int = RUNS,
     max_minutes: float | None = None,
     rivals: Sequence[str] = RIVALS,
+    tolerances: Sequence[float] = (),
     journal: str | Path | None = None,
     out: str | Path | None = None,
     say: Say | None = print,
@@ -65,6 +67,7 @@ def search(
         runs: real runs at most, all budgets together (one run: all prompts once).
         max_minutes: no run begins later; what is known then is the result, and says `complete=False`.
         rivals: of "own", "euler" and "unipc"; none: ().
+        tolerances: of the adaptive cache, to calibrate to PSNR (`calibrate.TOLERANCES` are usual); none: ().
         journal: a JSON file that is written after each run, and from which a stopped search goes on.
         out: a folder for the presets, also where the search is interrupted.
         say: told the expected minutes first, and then the progress; None: silent.
@@ -77,7 +80,7 @@ def search(
     require_pipeline(pipe)
     asked = Request.of(
         pipe, call, prompts=prompts, budgets=budgets, seeds=seeds, held_out=held_out, batch=batch, runs=runs,
-        max_minutes=max_minutes, rivals=rivals,
+        max_minutes=max_minutes, rivals=rivals, tolerances=tolerances,
     )  # fmt: skip
     job = _Job(pipe, asked, None if journal is None else Path(journal), say if say is not None else lambda _: None)
     handle = handle_of(pipe)
@@ -109,6 +112,7 @@ class _Job:
         self.hunts: list[Hunt] = []
         self.recording: Recording
         self.journal = Journal(journal, asked.heading(pipe))
+        self.calibration: Calibration | None = None
         self.measured: dict[str, dict[str, Trial | str]] = {}
 
     # ---- the way of a search ----------------------------------------------------------------------------
@@ -123,6 +127,7 @@ class _Job:
         self.complete = all(hunt.done for hunt in self.hunts)
         for hunt in self.hunts:
             self._compare(hunt)
+        self._calibrate()
 
     def _announce(self) -> None:
         """The expected minutes, from two short runs of one batch."""
@@ -144,6 +149,7 @@ class _Job:
         real = self.asked.runs + len(self.asked.rivals) * len(evaluations)
         aside = (len(self.asked.rivals) + 1) * len(evaluations)
         total = count * (around + self.loop * a_step) + count * real * (around + mean * a_step)
+        total += count * len(self.asked.tolerances) * (around + self.loop / 2 * a_step)
         total += others * ((around + self.loop * a_step) + aside * (around + mean * a_step))
         minutes = self.asked.max_minutes
         limit = "" if minutes is None else f", at most {minutes:.3g} as asked"
@@ -243,12 +249,29 @@ class _Job:
             key = f"held {text_of(mask)} {method.order} {method.correct}"
             rows["ours"] = self._kept(key, lambda: ground.schedule(mask, method, self.recording.coordinate))
             self.say(f"{hunt.computed} steps on held-out prompts: {_mean(rows['ours'])}")
-        for name in self.asked.rivals:
+        for name in [name for name in self.asked.rivals if name in schedulers(self.pipe.scheduler)]:
             if self._skip() or (self.field and "ours" not in rows):
                 return
             key = f"{where} {name} {hunt.computed}"
             rows[name] = self._kept(key, lambda name=name: ground.rival(name, hunt.computed))  # type: ignore[misc]
             self.say(f"{hunt.computed} steps of {name}: {_mean(rows[name])}")
+
+    def _calibrate(self) -> None:
+        """The adaptive cache's tolerances, every prompt by itself."""
+        trials: dict[float, Trial] = {}
+        for tolerance in self.asked.tolerances:
+            if self._skip():
+                return
+            wishes = wishes_for(tolerance, self.loop)
+            row = self._kept(f"tolerance {tolerance:g}", lambda wishes=wishes: self._alone(wishes))  # type: ignore[misc]
+            if isinstance(row, Trial):
+                trials[tolerance] = row
+                self.say(f"tolerance {tolerance:g}: {row.mean_db:.2f} dB at {row.computed:.1f} steps")
+        self.calibration = Calibration.of(trials)
+
+    def _alone(self, wishes: Mapping[str, Any]) -> Trial:
+        self.ground.recording()
+        return self.ground.one_by_one().accelerated(wishes)
 
     def _skip(self) -> bool:
         late = self._late()
@@ -278,6 +301,7 @@ class _Job:
             origin={**self.asked.heading(self.pipe), "versions": versions()},
             missed_db=surrogate.damping.missed_db,
             complete=complete and self.complete,
+            calibration=self.calibration.table() if self.calibration is not None else {},
         )
 
     def _setting(self, hunt: Hunt) -> Setting:

@@ -74,8 +74,10 @@ class Line:
         return self.value(knob) + conformal_quantile([min(each) for each in self.residuals], miss)
 
     def knob_for(self, value: float, miss: float | None = None) -> float:
-        """The setting at which the mean (or, with `miss`, the bound) is `value`."""
+        """The setting at which the mean (or, with `miss`, the bound) is `value`; 0 where there is none."""
         off = 0.0 if miss is None else conformal_quantile([min(each) for each in self.residuals], miss)
+        if off == -math.inf or self.per_decade >= 0:
+            return 0.0  # nothing can be promised
         return float(10 ** ((value - off - self.at_one) / self.per_decade))
 
 
