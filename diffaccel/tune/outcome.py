@@ -17,7 +17,7 @@ from .statistics import bootstrap, paired
 
 @dataclass(frozen=True)
 class Setting:
-    """The schedule for one budget. `trial` was measured on `prompts`; `held_out`: they had no part in the search."""
+    """The schedule for one budget. `trial` was measured on so many prompts; `held_out`: they had no part in the search."""
 
     mask: Mask
     method: Method
@@ -27,6 +27,7 @@ class Setting:
     left_out: Mapping[str, str]  # rivals that cannot run in this pipeline, and why
     prompts: int
     held_out: bool
+    searched: Trial  # on the prompts of the search
 
     @property
     def computed(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.options import GOT, above, confirm, number, whole
+from ..core.options import GOT, above, confirm, number, one_of, whole
 from ..errors import InvalidOptionError
 from ..planner.options import Budget
 from ..quality.measurement import require_call, seeds_of, texts_of
@@ -33,11 +33,14 @@ class Request:
     max_minutes: float | None
     rivals: tuple[str, ...]
     tolerances: tuple[float, ...]
+    orders: tuple[int, ...]
+    corrections: tuple[int, ...]
 
     @classmethod
     def of(
         cls, pipe: Any, call: Mapping[str, Any], *, prompts: object, budgets: object, seeds: object, held_out: object,
         batch: int, runs: int, max_minutes: float | None, rivals: Sequence[str], tolerances: Sequence[float],
+        orders: Sequence[int], corrections: Sequence[int],
     ) -> Request:  # fmt: skip
         """Refuses bad input, and schedulers that cannot be tuned, in a sentence. Runs no model."""
         texts = texts_of(prompts, "tune")
@@ -65,6 +68,8 @@ class Request:
             max_minutes=max_minutes,
             rivals=tuple(rivals),
             tolerances=tuple(confirm("tolerances", value, above(0), GOT) for value in tolerances),
+            orders=_orders("orders", orders),
+            corrections=_orders("corrections", (0, *corrections)),
         )
 
     def heading(self, pipe: Any) -> dict[str, Any]:
@@ -78,7 +83,16 @@ class Request:
             "prompts": list(self.prompts),
             "seeds": list(self.seeds),
             "held_out": list(self.held_out),
+            "orders": list(self.orders),
+            "corrections": list(self.corrections),
         }
+
+
+def _orders(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    """Each of 0 to 3, once, smallest first; at least one."""
+    if not values:
+        raise InvalidOptionError(f"tune: {name} must hold numbers of 0 to 3, got none")
+    return tuple(sorted({confirm(name, value, one_of(0, 1, 2, 3), GOT) for value in values}))
 
 
 def _steps_of(pipe: Any, call: Mapping[str, Any]) -> int:

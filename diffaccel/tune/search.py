@@ -48,6 +48,8 @@ def search(
     max_minutes: float | None = None,
     rivals: Sequence[str] = RIVALS,
     tolerances: Sequence[float] = (),
+    orders: Sequence[int] = (0, 1, 2),
+    corrections: Sequence[int] = (0, 1, 2),
     journal: str | Path | None = None,
     out: str | Path | None = None,
     say: Say | None = print,
@@ -68,6 +70,7 @@ def search(
         max_minutes: no run begins later; what is known then is the result, and says `complete=False`.
         rivals: of "own", "euler" and "unipc"; none: ().
         tolerances: of the adaptive cache, to calibrate to PSNR (`calibrate.TOLERANCES` are usual); none: ().
+        orders, corrections: of forecasts and of the corrections behind them, to choose from.
         journal: a JSON file that is written after each run, and from which a stopped search goes on.
         out: a folder for the presets, also where the search is interrupted.
         say: told the expected minutes first, and then the progress; None: silent.
@@ -81,6 +84,7 @@ def search(
     asked = Request.of(
         pipe, call, prompts=prompts, budgets=budgets, seeds=seeds, held_out=held_out, batch=batch, runs=runs,
         max_minutes=max_minutes, rivals=rivals, tolerances=tolerances,
+        orders=orders, corrections=corrections,
     )  # fmt: skip
     job = _Job(pipe, asked, None if journal is None else Path(journal), say if say is not None else lambda _: None)
     handle = handle_of(pipe)
@@ -200,14 +204,15 @@ class _Job:
         reach = [sum(p.mask) for p in self._curve(surrogate) if p.estimate_db >= budget.min_psnr_db]
         return max(2, min(reach, default=self.loop))
 
-    def _methods(self) -> tuple[bool, list[float]]:
+    def _corrects(self) -> bool:
+        """Does a correction act under this scheduler?"""
         sigmas = [*self.recording.axis, 0.0] if self.recording.coordinate == "sigma" else []
-        return euler_lengths(self.pipe.scheduler, sigmas) is not None, sigmas
+        return euler_lengths(self.pipe.scheduler, sigmas) is not None
 
     def surrogate(self) -> Surrogate:
         """Fitted to everything that is known."""
         seen = {candidate: trial for hunt in self.hunts for candidate, trial in hunt.tried.items()}
-        return Surrogate.of(self.recording, seen, choices(self._methods()[0]))
+        return Surrogate.of(self.recording, seen, choices(self._corrects(), self.asked.orders, self.asked.corrections))
 
     @staticmethod
     def _candidate(text: str) -> Candidate:
@@ -317,6 +322,7 @@ class _Job:
             left_out={name: row for name, row in rows.items() if isinstance(row, str)},
             prompts=len(self.field.prompts if self.field and held else self.ground.prompts),
             held_out=held,
+            searched=hunt.tried[hunt.best],
         )  # fmt: skip
 
 
