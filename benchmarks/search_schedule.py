@@ -3,9 +3,9 @@
     python benchmarks/search_schedule.py                                   # 14 and 9 of 28
     python benchmarks/search_schedule.py --kind video --prompts 4 --test-prompts 8
 
-The search runs on TRAINING prompts; held-out figures are on others. It is made twice, with corrections and without, since
-peers take steps without one. What is done lies in search_schedule_KIND.journal in --out, and the same command goes on
-from there. Prints one JSON document and writes it to search_schedule_KIND.json in --out (masks as strings of 0 and 1,
+The search runs on TRAINING prompts; held-out figures are on others. It is made twice, with corrections and without,
+since peers take steps without one. What is done lies in journals in --out, and the same command goes on from there.
+Prints one JSON document and writes it to search_schedule_KIND.json in --out (masks as strings of 0 and 1,
 1 = computed; every argument, the seed among them). Masks belong to this testbed, step count and sigma schedule.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from diffaccel import testbed, tune
+from diffaccel.testbed.bundle import KINDS
 from diffaccel.tune.runs import text_of
 
 
@@ -62,7 +63,7 @@ def searched(args: argparse.Namespace, corrections: tuple[int, ...]) -> list[dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Search step schedules for a testbed.")
-    parser.add_argument("--kind", default="image", choices=testbed.KINDS)
+    parser.add_argument("--kind", default="image", choices=KINDS)
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--computed", type=int, nargs="+", default=[14, 9])
     parser.add_argument("--prompts", type=int, default=8, help="training prompts, one batch, at most 8")

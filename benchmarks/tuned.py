@@ -3,11 +3,11 @@
     python benchmarks/tuned.py                          # every world that has weights, 14 and 9 of 28, float32
     python benchmarks/tuned.py --worlds image --dtype bfloat16 --prompts 8
 
-Per world: `diffaccel.tune.search` on 8 training prompts; then, on held-out prompts, the tuned schedule, and the adaptive
-cache (every prompt by itself) at the tolerance whose mean number of computed steps is nearest to, and not below, the
-schedule's, found by halving the interval of log tolerance on those very prompts: the comparison favours the adaptive
-cache. `lead_db` is the mean of tuned - adaptive, `lead_interval_db` its 95 % interval by bootstrap over prompts, and
-`met` says whether that lies above 0.
+Per world: `diffaccel.tune.search` on 8 training prompts; then, on held-out prompts, the tuned schedule, and the
+adaptive cache (every prompt by itself) at the tolerance whose mean number of computed steps is nearest to, and not
+below, the schedule's, found by halving the interval of log tolerance on those very prompts: the comparison favours
+the adaptive cache. `lead_db` is the mean of tuned - adaptive, `lead_interval_db` its 95 % interval by bootstrap over
+prompts, and `met` says whether that lies above 0.
 
 A row at a time goes into tuned_WORLD_DTYPE.journal in --out, from where the same command goes on. Prints one JSON
 document and writes it to tuned.json in --out. Times mean nothing here, figures do: a busy machine will do.
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from diffaccel import testbed, tune
+from diffaccel.testbed.bundle import KINDS, folder_of
 from diffaccel.tune.calibrate import wishes_for
 from diffaccel.tune.journal import Journal
 from diffaccel.tune.outcome import figures_of
@@ -103,7 +104,8 @@ def world(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         for setting in found.settings:
             key = f"tuned {text_of(setting.mask)} {setting.method.order} {setting.method.correct}"
             ours = rows.trial(
-                key, lambda s=setting: ground.schedule(s.mask, s.method, s.coordinate)  # type: ignore[misc]
+                key,
+                lambda s=setting: ground.schedule(s.mask, s.method, s.coordinate),  # type: ignore[misc]
             )
             tolerance, theirs = adaptive(rows, ground, args.steps, setting.computed)
             lead = paired(ours.psnr_db, theirs.psnr_db)
@@ -125,7 +127,7 @@ def world(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tuned schedules against the adaptive cache at equal computed steps.")
-    trained = [kind for kind in testbed.KINDS if (testbed.WEIGHTS / kind / "model_index.json").is_file()]
+    trained = [kind for kind in KINDS if (folder_of(kind) / "model_index.json").is_file()]
     parser.add_argument("--worlds", nargs="+", default=trained, choices=trained)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=28)

@@ -17,7 +17,7 @@ from .statistics import bootstrap, paired
 
 @dataclass(frozen=True)
 class Setting:
-    """The schedule for one budget. `trial` was measured on so many prompts; `held_out`: they had no part in the search."""
+    """The schedule for one budget. `trial` is on `prompts` prompts; `held_out`: those had no part in the search."""
 
     mask: Mask
     method: Method
