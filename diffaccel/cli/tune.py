@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--computed", type=whole(2), nargs="+", metavar="N", help="numbers of computed steps (half and a third)")
     add("--min-psnr", type=_number, nargs="+", default=[], metavar="DB", help="or: the fewest steps that reach this")
     add("--steps", type=whole(3), metavar="N", help="steps of the plain run (the pipeline's own number)")
-    add("--prompts", metavar="FILE", help="prompts to search on, one a line, at most 8; testbed: or a number (8)")
+    add("--prompts", metavar="FILE", help="prompts to search on, one a line (the first 8); testbed: or a number (8)")
     add("--held-out", metavar="FILE", help="prompts to measure the result on; testbed: or a number (none)")
     add("--size", type=size, metavar="WxH[xF]", help="size of the pictures (the pipeline's own)")
     add("--call", type=_pair, action="append", default=[], metavar="NAME=VALUE", help="an argument of the pipeline")

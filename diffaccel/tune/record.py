@@ -30,6 +30,7 @@ class Recording:
         response: what the scheduler makes of each output in the end, [N].
         axis: noise levels of the steps (timesteps, where the scheduler has none), [N].
         coordinate: "sigma" or "timestep".
+        whole: does the loop begin at full noise (image to image does not)?
         pictures: [P, H, W, 3] or [P, F, H, W, 3].
         seconds: per prompt, of its call.
     """
@@ -38,6 +39,7 @@ class Recording:
     response: np.ndarray
     axis: tuple[float, ...]
     coordinate: str
+    whole: bool
     pictures: np.ndarray
     seconds: float
 
@@ -91,8 +93,15 @@ def record(pipe: Any, prompts: Sequence[str], seeds: Sequence[int], call: Mappin
         grams += gram_of(ear.outputs, len(pictures[-1]))
     assert last is not None
     axis, coordinate = axis_of(last.fresh)
+    whole = len(axis) == len(last.fresh.timesteps)
     return Recording(
-        np.stack(grams), response(last.fresh), axis, coordinate, np.concatenate(pictures), seconds / len(prompts)
+        np.stack(grams),
+        response(last.fresh),
+        axis,
+        coordinate,
+        whole,
+        np.concatenate(pictures),
+        seconds / len(prompts),
     )
 
 

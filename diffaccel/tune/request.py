@@ -25,6 +25,7 @@ class Request:
     call: Mapping[str, Any]
     prompts: Sequence[str]
     seeds: Sequence[int]
+    every: Sequence[tuple[str, int]]  # prompts and seeds, those beyond the search's too: for calibration
     held_out: Sequence[str]
     steps: int
     budgets: Sequence[int | Budget]
@@ -60,6 +61,7 @@ class Request:
             call={**call, "num_inference_steps": steps},
             prompts=texts[:RECORDED],
             seeds=given[:RECORDED],
+            every=tuple(zip(texts, given, strict=True)),
             held_out=others,
             steps=steps,
             budgets=_wanted(budgets, steps),
@@ -83,6 +85,7 @@ class Request:
             "prompts": list(self.prompts),
             "seeds": list(self.seeds),
             "held_out": list(self.held_out),
+            **({"calibrated_on": [text for text, _ in self.every]} if self.tolerances else {}),
             "orders": list(self.orders),
             "corrections": list(self.corrections),
         }

@@ -60,7 +60,7 @@ def search(
     Args:
         pipe: a pipeline that makes pictures or frames by a deterministic scheduler; accelerated or not, it is searched
             plain, and is afterwards as before.
-        prompts: what to search on; of more than 8, the first 8.
+        prompts: what to search on; of more than 8, the first 8 (all of them to calibrate on).
         budgets: numbers of computed steps, or budgets with `min_psnr_db`: the fewest steps that are estimated to reach
             it; half and a third of the steps unless told.
         seeds: one per prompt, or the first one.
@@ -116,6 +116,7 @@ class _Job:
         self.hunts: list[Hunt] = []
         self.recording: Recording
         self.journal = Journal(journal, asked.heading(pipe))
+        self.wide: Ground | None = None
         self.calibration: Calibration | None = None
         self.measured: dict[str, dict[str, Trial | str]] = {}
 
@@ -153,7 +154,7 @@ class _Job:
         real = self.asked.runs + len(self.asked.rivals) * len(evaluations)
         aside = (len(self.asked.rivals) + 1) * len(evaluations)
         total = count * (around + self.loop * a_step) + count * real * (around + mean * a_step)
-        total += count * len(self.asked.tolerances) * (around + self.loop / 2 * a_step)
+        total += len(self.asked.every) * len(self.asked.tolerances) * (around + self.loop / 2 * a_step)
         total += others * ((around + self.loop * a_step) + aside * (around + mean * a_step))
         minutes = self.asked.max_minutes
         limit = "" if minutes is None else f", at most {minutes:.3g} as asked"
@@ -173,12 +174,13 @@ class _Job:
                 "response": found.response.tolist(),
                 "axis": list(found.axis),
                 "coordinate": found.coordinate,
+                "whole": found.whole,
                 "seconds": found.seconds,
             }
             self.journal.add("plain", row)
             return found
         arrays = np.array(row["gram"]), np.array(row["response"])
-        return Recording(*arrays, tuple(row["axis"]), row["coordinate"], np.empty(0), row["seconds"])
+        return Recording(*arrays, tuple(row["axis"]), row["coordinate"], row["whole"], np.empty(0), row["seconds"])
 
     def _choose_budgets(self) -> None:
         """Numbers of computed steps, where a PSNR was asked for by the surrogate; and what is known of them."""
@@ -275,8 +277,12 @@ class _Job:
         self.calibration = Calibration.of(trials)
 
     def _alone(self, wishes: Mapping[str, Any]) -> Trial:
-        self.ground.recording()
-        return self.ground.one_by_one().accelerated(wishes)
+        if self.wide is None:
+            texts, seeds = zip(*self.asked.every, strict=True)
+            more = len(texts) > len(self.ground.prompts)
+            self.wide = Ground(self.pipe, texts, seeds, self.asked.call, self.asked.batch) if more else self.ground
+        self.wide.recording()
+        return self.wide.one_by_one().accelerated(wishes)
 
     def _skip(self) -> bool:
         late = self._late()

@@ -79,6 +79,8 @@ class Skips:
         response: w_t, [N].
         survival: s_t, [N]; None: every error stays as it is made.
         feedback: share of the forecasts' error that a correction leaves.
+        wary: the loop begins at full noise, so that no slope rests on its first step and one more alone
+            (`extrapolation.forecast.trusted`).
     """
 
     axis: Sequence[float]
@@ -86,6 +88,7 @@ class Skips:
     response: np.ndarray
     survival: np.ndarray | None = None
     feedback: float = 0.1
+    wary: bool = True
 
     def __post_init__(self) -> None:
         self.steps = len(self.axis)
@@ -94,15 +97,16 @@ class Skips:
         self._interpolation = Forecast(self.method.correct, coordinate="sigma")
         self._place = {at: t for t, at in enumerate(self.axis)}
         self._rows: dict[tuple[Nodes, int], np.ndarray] = {}
-        self._misses: dict[tuple[int, Nodes, int], np.ndarray] = {}
+        self._misses: dict[tuple[int, bool, Nodes, int], np.ndarray] = {}
 
     # ---- one skipped step -------------------------------------------------------------------------------
 
-    def _missed(self, predictor: Forecast, nodes: Nodes, t: int) -> np.ndarray:
+    def _missed(self, predictor: Forecast, nodes: Nodes, t: int, wary: bool) -> np.ndarray:
         """(what `predictor` says at t from these computed steps) - v_t, as weights, [N]."""
-        key = predictor.order, nodes, t
+        key = predictor.order, wary, nodes, t
         if key not in self._misses:
-            samples, weights = predictor.pick([Sample(self.axis[node], ()) for node in nodes], self.axis[t])
+            known = [Sample(self.axis[node], (), first=wary and node == 0) for node in nodes]
+            samples, weights = predictor.pick(known, self.axis[t])
             row = np.zeros(self.steps)
             row[t] = -1.0
             for sample, weight in zip(samples, weights, strict=True):
@@ -112,7 +116,7 @@ class Skips:
 
     def _between(self, nodes: Nodes, after: int, t: int) -> np.ndarray:
         """The same for the interpolation that the computed step `after` makes possible."""
-        return self._missed(self._interpolation, (*nodes[-self.method.correct :], after), t)
+        return self._missed(self._interpolation, (*nodes[-self.method.correct :], after), t, False)
 
     # ---- a stretch --------------------------------------------------------------------------------------
 
@@ -126,7 +130,7 @@ class Skips:
         if key not in self._rows:
             told, left = np.zeros(self.steps), self._left
             for t in range(nodes[-1] + 1, after):
-                forecast = self.response[t] * self._missed(self._forecast, nodes, t)
+                forecast = self.response[t] * self._missed(self._forecast, nodes, t, self.wary)
                 if not self.corrects(after):
                     told += left[t] * forecast
                     continue
@@ -155,7 +159,7 @@ class Skips:
         made_good = np.full(self.steps, -1)
         for nodes, after in self.stretches(mask):
             for t in range(nodes[-1] + 1, after):
-                told[t] = self.response[t] * self._missed(self._forecast, nodes, t)
+                told[t] = self.response[t] * self._missed(self._forecast, nodes, t, self.wary)
                 if self.corrects(after):
                     between[t] = self.response[t] * self._between(nodes, after, t)
                     made_good[t] = after

@@ -30,7 +30,10 @@ class Surrogate:
     def of(cls, recording: Recording, seen: dict[Candidate, Trial], choice: Sequence[Method]) -> Surrogate:
         """Fitted to the real runs so far."""
         runs = [
-            Seen(Skips(recording.axis, method, recording.response).contributions(mask), -np.array(trial.psnr_db))
+            Seen(
+                Skips(recording.axis, method, recording.response, wary=recording.whole).contributions(mask),
+                -np.array(trial.psnr_db),
+            )
             for (mask, method), trial in seen.items()
         ]
         return cls(recording, fit(recording.gram, runs), tuple(choice))
@@ -44,7 +47,9 @@ class Surrogate:
     def skips(self) -> dict[Method, Skips]:
         """Per method, the weights of what is left out."""
         found, survival = self.recording, self.damping.survival(self.steps)
-        return {m: Skips(found.axis, m, found.response, survival, self.damping.feedback) for m in self.methods}
+        return {
+            m: Skips(found.axis, m, found.response, survival, self.damping.feedback, found.whole) for m in self.methods
+        }
 
     @functools.cached_property
     def whole(self) -> np.ndarray:
