@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .job import search as search
     from .outcome import Tuned as Tuned
-    from .search import search as search
 
-_HOMES = {"Tuned": "outcome", "search": "search"}
+_HOMES = {"Tuned": "outcome", "search": "job"}
 __all__ = ["Tuned", "search"]
 
 

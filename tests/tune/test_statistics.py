@@ -51,3 +51,11 @@ def test_a_line_in_the_logarithm_is_found_exactly_and_inverted() -> None:
     assert line.bound(1e-2, miss=0.5) == pytest.approx(line.value(1e-2) + 0.0)
     assert line.bound(line.knob_for(45.0, miss=0.25), miss=0.25) == pytest.approx(45.0)
     assert line.bound(1e-2, miss=0.01) == -math.inf
+
+
+def test_no_module_of_the_room_shares_a_public_name() -> None:
+    """Or whoever imports the module first would find it where the function should be."""
+    import diffaccel.tune.job
+    from diffaccel import tune
+
+    assert callable(tune.search) and tune.search is diffaccel.tune.job.search
