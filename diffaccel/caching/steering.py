@@ -8,6 +8,7 @@ whether the branches were called one by one or as one batch.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ from ..core.compat import leaves
 from ..core.state import PerRun
 from ..extrapolation.forecast import Sample
 from ..extrapolation.step_control import Levels, StepControl, Track, forecast, interpolated, misses
+from .fidelity import TABLE, Fit
 from .grouped import GroupedPolicy
 from .levels import levels_of, why_not
 from .policy import Memory, Policy
@@ -38,6 +40,9 @@ class StepRules:
         tolerance, order, max_gap, max_steps: see `StepControl`.
         correct: order with which skipped steps are interpolated afterwards, 0: not at all; None: one above that of
             the forecasts they took, at most 2.
+        fit: how prices go with PSNR, for the report and for `min_psnr_db`.
+        min_psnr_db: the tolerance follows from this, and is kept for what gaps really cost; None: it does not.
+        max_seconds: of the loop: turned into computed steps once it is known what one takes; None: no limit.
         per_sample: every sample of a batch has a track of its own.
         process_group: members that must decide alike.
     """
@@ -47,6 +52,9 @@ class StepRules:
     correct: int | None = None
     max_gap: int | None = None
     max_steps: int | None = None
+    fit: Fit = TABLE
+    min_psnr_db: float | None = None
+    max_seconds: float | None = None
     per_sample: bool = False
     process_group: Any = None
 
@@ -84,6 +92,9 @@ class Controller:
         self.reason: str | None = None
         self.met: dict[tuple[str, str], tuple[int, int]] = {}  # what ends the `Who` of each call
         self.hits: tuple[bool, ...] = ()  # at a step in progress: which samples are reused, guards heard
+        self.most = rules.max_steps  # computed steps of the loop
+        self.began, self.ticks, self.pace = time.perf_counter(), 0.0, math.inf
+        self.prices: list[float | None] = []  # of the pictures, as far as the loop has come
 
     # ---- what the cache asks -----------------------------------------------------------------------------
 
@@ -167,7 +178,9 @@ class Controller:
 
     def _control(self, noise: float) -> StepControl:
         rules = self.rules
-        return StepControl(rules.tolerance, rules.order, rules.max_gap, noise, rules.max_steps)
+        kept = rules.min_psnr_db is not None
+        tolerance = rules.fit.tolerance(rules.min_psnr_db) if rules.min_psnr_db is not None else rules.tolerance
+        return StepControl(tolerance, rules.order, rules.max_gap, noise, self.most, kept)
 
     def _begin(self, run: Run, step: Callable[..., Any], call: StepCall, who: tuple[Who, ...]) -> Any:
         """A loop, an expert or another set of branches begins: nothing known before says anything about it.
@@ -198,6 +211,9 @@ class Controller:
         skips = [reused or hit for hit in alone]
         given, said = sample, output
         found = self._misses(control, tracks, output, places, skips, index)
+        if not all(skips):
+            self._watch_time(max(track.done for track in tracks))
+            control = self._control(state.noise)
         for unit, rows in enumerate(places):
             if skips[unit]:
                 guess = forecast(tracks[unit].history, tracks[unit].order, levels.at[index])
@@ -218,6 +234,28 @@ class Controller:
             one.gate = max((track.error for track in tracks if track.error is not None), default=None)
         self._keep(run, state._replace(tracks=tuple(tracks), trails=tuple(trails)))
         return made
+
+    def _watch_time(self, done: int) -> None:
+        """A step was computed and waited for: how many more fit into `max_seconds`, at what the quickest one took?"""
+        if self.rules.max_seconds is None:
+            return
+        now = time.perf_counter()
+        if self.ticks:
+            self.pace = min(self.pace, now - self.ticks)
+            left = int((self.rules.max_seconds - (now - self.began)) / self.pace)
+            fits = done + 1 + max(left, 1)  # the last step is computed in any case
+            self.most = fits if self.rules.max_steps is None else min(fits, self.rules.max_steps)
+        self.ticks = now
+
+    def stats(self) -> dict[str, object]:
+        """What the pictures' gaps cost, the PSNR to expect and what nine of ten such pictures reach; worst first."""
+        prices = sorted((price or 0.0 for price in self.prices), reverse=True)
+        fit = self.rules.fit
+        return {
+            "price": [round(price, 6) for price in prices],
+            "estimate_db": [round(fit.estimate_db(price), 1) for price in prices],
+            "bound_db": [round(fit.bound_db(price), 1) for price in prices],
+        }
 
     def _misses(
         self,
@@ -274,6 +312,7 @@ class Controller:
 
     def _keep(self, run: Run, state: Steering) -> None:
         run.state.setdefault(self.key, PerRun())["at"] = state
+        self.prices = [track.price for track in state.tracks]
         run.hold(self.key, held(state))
 
 

@@ -21,6 +21,7 @@ from .newton import newton_weights
 DEPTH = 4  # computed outputs that are kept: enough for forecasts and interpolations of order 3
 FLOOR = 1e-6  # relative errors below are not believed
 GROWTH = 2  # a gap is at most so many times as long as the one before it: one lucky estimate opens no abyss
+AHEAD, LEAST = 3, 0.1  # see `StepControl.thrifty`
 SHARE = 0.28  # of a loop's steps, the longest gap unless told
 
 
@@ -35,6 +36,8 @@ class Track(NamedTuple):
         spent: what the planned gap is expected to cost, in units of the tolerance.
         at: the last computed step.
         done: computed steps so far.
+        paid: sum over the gaps so far of the squares of what their forecasts really cost, in units of the tolerance.
+        gaps: how many there were.
     """
 
     history: tuple[Sample, ...] = ()
@@ -44,6 +47,13 @@ class Track(NamedTuple):
     spent: float = 0.0
     at: int = 0
     done: int = 0
+    paid: float = 0.0
+    gaps: int = 0
+
+    @property
+    def price(self) -> float | None:
+        """What a gap has cost so far, root mean square: the tolerance that was really kept. None before any."""
+        return math.sqrt(self.paid / self.gaps) if self.gaps else None
 
 
 class Levels(NamedTuple):
@@ -105,6 +115,13 @@ class Guess(NamedTuple):
         return Guess(self.order, self.error * (distance / self.span) ** (self.order + 1), distance)
 
 
+def cost_of(start: int, end: int, levels: Levels, guess: Guess) -> float:
+    """What the forecasts between two computed steps cost, in units of the tolerance."""
+    steps = range(start + 1, end)
+    reach = [abs(levels.at[step] - levels.at[start]) / guess.span for step in steps]
+    return sum(levels.cost[s] * guess.error * r ** (guess.order + 1) for s, r in zip(steps, reach, strict=True))
+
+
 @dataclass(frozen=True)
 class StepControl:
     """The rules by which the next computed step is chosen.
@@ -115,6 +132,7 @@ class StepControl:
         max_gap: the next computed step is at most so many steps away; None: `SHARE` of the loop's.
         noise: relative rounding error of one output of the model (0 in float32): not chased.
         max_steps: computed steps of a loop, whatever the tolerance; None: as many as it takes.
+        kept: the tolerance is to hold for what gaps really cost, which a forecast may have underrated.
     """
 
     tolerance: float
@@ -122,6 +140,7 @@ class StepControl:
     max_gap: int | None = None
     noise: float = 0.0
     max_steps: int | None = None
+    kept: bool = False
 
     @property
     def orders(self) -> tuple[int, ...]:
@@ -198,14 +217,28 @@ class StepControl:
         """
         history, before = (*track.history, now)[-DEPTH:], index - track.at
         guesses: list[Guess] = []
+        paid, gaps = track.paid, track.gaps
         for order, raw in zip(self.orders, found, strict=True):
             rounding = self.noise * gain(track.history, order, now.at) if self.noise else 0.0
             error = max(math.sqrt(max(raw * raw - rounding * rounding, 0.0)), FLOOR)
             reached = len(nodes(history, order)) - 1  # young histories have low orders
             guesses.append(Guess(reached, error, abs(now.at - track.history[-1].at)))
-        control, left = self, None
+            if before > 1 and order == (track.order if self.order is None else self.order):
+                truth = Guess(track.order, error, guesses[-1].span)
+                paid, gaps = paid + cost_of(track.at, index, levels, truth) ** 2, gaps + 1
+        control, left = self.thrifty(paid, gaps), None
         if self.max_steps is not None:
             left = self.max_steps - track.done - 1
-            control = self.fitted(index, levels, guesses, before, left)
+            control = control.fitted(index, levels, guesses, before, left)
         guess, upto, spent = control.choose(index, levels, guesses, self.room(index, levels, before, left))
-        return Track(history, upto, guess.order, guess.error, spent, index, track.done + 1)
+        return Track(history, upto, guess.order, guess.error, spent, index, track.done + 1, paid, gaps)
+
+    def thrifty(self, paid: float, gaps: int) -> StepControl:
+        """These rules with the tolerance lowered where the gaps so far cost more than it allows, if it is `kept`.
+
+        So that the root mean square over these and `AHEAD` more comes out at the tolerance again.
+        """
+        if not self.kept or gaps == 0 or paid <= gaps * self.tolerance**2:
+            return self
+        rest = ((gaps + AHEAD) * self.tolerance**2 - paid) / AHEAD
+        return replace(self, tolerance=max(math.sqrt(max(rest, 0.0)), LEAST * self.tolerance))

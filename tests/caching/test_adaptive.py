@@ -207,3 +207,41 @@ def test_max_steps_is_kept_whatever_the_tolerance(most: int) -> None:
     tiny.run(pipe, "wan", num_inference_steps=STEPS)
     computed = {step.index for step in pipe.acceleration.report.steps if step.computed}
     assert most - 1 <= len(computed) <= most and {0, STEPS - 1} <= computed
+
+
+def test_a_fit_finds_the_line_and_keeps_its_share() -> None:
+    from diffaccel.caching.fidelity import Fit, fit
+
+    generator = torch.Generator().manual_seed(0)
+    prices = (10 ** (-3 + 2.5 * torch.rand(400, generator=generator, dtype=torch.float64))).tolist()
+    noise = (3 * torch.randn(400, generator=generator, dtype=torch.float64)).tolist()
+    truth = Fit(27.0, 13.0, 0.0)
+    found = fit(prices[:200], [truth.estimate_db(p) + n for p, n in zip(prices[:200], noise, strict=False)])
+    assert found.slope == pytest.approx(13.0, abs=1.0) and found.level == pytest.approx(27.0, abs=2.0)
+    held = [truth.estimate_db(p) + n >= found.bound_db(p) for p, n in zip(prices[200:], noise[200:], strict=True)]
+    assert 0.85 < sum(held) / 200 < 0.97
+    assert found.bound_db(found.tolerance(35.0)) == pytest.approx(35.0) and found.bound_db(None) == 100.0
+
+
+def test_min_psnr_takes_the_place_of_the_tolerance_and_says_what_to_expect() -> None:
+    def run(**options: Any) -> Any:
+        pipe = accelerate(tiny.build("wan"), None, **ON | {"cache_max_gap": None} | options)
+        tiny.run(pipe, "wan", num_inference_steps=STEPS)
+        return pipe.acceleration
+
+    low, high = (run(cache_min_psnr_db=target, cache_calibration=(27.0, 13.0, 5.0)) for target in (20.0, 60.0))
+    computed = [sum(step.computed for step in handle.report.steps) for handle in (low, high)]
+    assert computed[0] < computed[1]
+    [said], [bound] = (low.report.stats["cache.adaptive"][key] for key in ("estimate_db", "bound_db"))
+    assert (
+        bound == pytest.approx(said - 5.0, abs=0.11)
+        and "20 dB by this checkpoint" in next(i.reason for i in low.plan.items if i.name == "cache.adaptive")
+    )
+
+
+def test_max_seconds_leaves_steps_out_whatever_the_tolerance() -> None:
+    pipe = accelerate(
+        tiny.build("wan"), None, **ON | {"cache_max_gap": None}, cache_tolerance=1e-9, cache_max_seconds=1e-3
+    )
+    tiny.run(pipe, "wan", num_inference_steps=STEPS)
+    assert len({step.index for step in pipe.acceleration.report.steps if step.computed}) <= 5

@@ -265,7 +265,9 @@ class _Attached:
 
     def stats(self, run: Run) -> dict[str, object]:
         """Reused calls / all."""
-        more = {} if self.control is None else self.control.stats(run)
+        more = {} if self.control is None else dict(self.control.stats(run))
+        if isinstance(run.sampler, Controller):
+            more |= run.sampler.stats()
         return {"hit_rate": round(self._hits(run) / len(run.calls), 4) if run.calls else 0.0, **more}
 
     def _hits(self, run: Run) -> int:
