@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from ..core.accelerator import Accelerator, Fidelity
-from ..core.options import above, plain, short, take
+from ..core.options import above, plain, short, take, whole
 from ..core.place import BALANCED, LEVELS, Place
 from ..errors import InvalidOptionError, clipped, closest, nearest, unknown
 from .levers import PLACES, owner_of
@@ -41,16 +41,19 @@ class Budget:
 
     Attributes:
         memory_gib: peak memory of the device in GiB. BudgetError where the weights alone need more.
-        min_psnr_db: lossy items must have been measured at this PSNR or better; without a measurement they stay
-            off.
+        min_psnr_db: PSNR in dB to the plain picture that nine pictures of ten are to reach. The adaptive cache keeps
+            it, by the calibration of a tuned preset or else by the testbeds' table, against the same pipeline without
+            it; other lossy items stay off without a measurement of their own.
         fidelity: the worst fidelity allowed: "exact", "equivalent" or "lossy".
-        max_seconds: seconds per generation. This version has no time model, so it is listed as skipped.
+        max_seconds: from the call to the last step; the adaptive cache takes the pace from the first computed steps.
+        max_steps: computed steps of a loop, which the adaptive cache places.
     """
 
     memory_gib: float | None = None
     min_psnr_db: float | None = None
     fidelity: str = "lossy"
     max_seconds: float | None = None
+    max_steps: int | None = None
 
     def __new__(cls, *given: object, **named: object) -> Budget:
         """Refuses names that there are not in a sentence, where Python would say less."""
@@ -66,8 +69,9 @@ class Budget:
         if self.fidelity not in BUDGET_FIDELITIES:
             near = nearest(str(self.fidelity), BUDGET_FIDELITIES)
             raise InvalidOptionError(f"Budget(fidelity={short(self.fidelity)}): {near}")
-        names = ("memory_gib", "min_psnr_db", "max_seconds")
-        take(self, above(0).or_none(), *names, form="Budget({name}={value}): must be {allowed}")
+        names, form = ("memory_gib", "min_psnr_db", "max_seconds"), "Budget({name}={value}): must be {allowed}"
+        take(self, above(0).or_none(), *names, form=form)
+        take(self, whole(3).or_none(), "max_steps", form=form)
 
 
 def parameter_names(place: Place, value: str | bool | None) -> list[str]:

@@ -70,6 +70,7 @@ class BudgetTable(TypedDict, total=False):
     min_psnr_db: float | None
     fidelity: str
     max_seconds: float | None
+    max_steps: int | None
 
 
 class PlanTable(TypedDict, total=False):

@@ -21,6 +21,7 @@ from ..ledger import hardware as machines
 from ..ledger.hardware import Hardware
 from ..models.registry import lookup
 from . import toml
+from .cache_budget import govern
 from .learn import LearnBlocks
 from .levers import PLACES, RULES, in_order
 from .offload_budget import limit_memory
@@ -199,6 +200,7 @@ def resolve(
         )
     base, wishes = gather(fit(base, preset, target.spec.family, target.hardware, overrides), overrides)
     worst = min(Fidelity(budget.fidelity), Fidelity(base.fidelity or "lossy"), key=lambda f: f.rank)
+    wishes, ungoverned = govern(budget, wishes, base.calibration, strict)
     wishes, unneeded = limit_memory(target, budget, wishes, isinstance(preset, Plan) or "offload" in overrides)
     chosen = _choose(target, wishes, unneeded, worst, budget, known or {})
     for key in chosen.judged if strict else ():
@@ -207,12 +209,7 @@ def resolve(
     idle = () if led or wishes.get(LEVEL) is None else (_idle(wishes, chosen),)
     if strict and idle and overrides.get(LEVEL) is not None:
         raise InvalidOptionError(idle[0])
-    items = list(chosen.items)
-    if budget.max_seconds is not None:
-        reason = f"{LATER}: there is no time model yet, so max_seconds={budget.max_seconds:g} cannot be judged"
-        if strict:
-            raise BudgetError(reason)
-        items.append(PlanItem("budget.max_seconds", "call", "skipped", reason, "exact"))
+    items = [*chosen.items, *ungoverned]
     plan = Plan(
         preset=base.name,
         pipeline=type(pipe).__name__,
@@ -303,7 +300,8 @@ def _decide(place: Place, wishes: dict[str, object], target: Target, worst: Fide
     verdict = accelerator.check(target)
     if verdict.ok and fidelity.rank > worst.rank:
         verdict = Verdict.no(f"{fidelity.value}, but only {worst.value} is allowed", BudgetError)
-    if verdict.ok and budget.min_psnr_db is not None and fidelity is Fidelity.LOSSY:
+    kept = getattr(accelerator, "min_psnr_db", None)  # a lever that keeps the promise itself
+    if verdict.ok and budget.min_psnr_db != kept and budget.min_psnr_db is not None and fidelity is Fidelity.LOSSY:
         verdict = Verdict.no(
             f"lossy and unmeasured on this model, but the budget asks for {budget.min_psnr_db:g} dB",
             BudgetError,

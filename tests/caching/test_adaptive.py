@@ -233,9 +233,8 @@ def test_min_psnr_takes_the_place_of_the_tolerance_and_says_what_to_expect() -> 
     computed = [sum(step.computed for step in handle.report.steps) for handle in (low, high)]
     assert computed[0] < computed[1]
     [said], [bound] = (low.report.stats["cache.adaptive"][key] for key in ("estimate_db", "bound_db"))
-    assert (
-        bound == pytest.approx(said - 5.0, abs=0.11)
-        and "20 dB by this checkpoint" in next(i.reason for i in low.plan.items if i.name == "cache.adaptive")
+    assert bound == pytest.approx(said - 5.0, abs=0.11) and "20 dB by this checkpoint" in next(
+        i.reason for i in low.plan.items if i.name == "cache.adaptive"
     )
 
 
