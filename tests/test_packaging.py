@@ -63,7 +63,7 @@ def test_package_data_is_there():
     assert {"auto", "cpu-demo", "lossless"} <= presets
     weights = [path for path in package.glob("testbed/weights/**/*") if path.is_file()]
     assert any(path.suffix == ".safetensors" for path in weights)
-    for kind in ("image", "video"):
+    for kind in ("image", "video", "scenes"):
         sizes = [path.stat().st_size for path in (package / "testbed" / "weights" / kind).rglob("*") if path.is_file()]
         assert 0 < sum(sizes) < 12 * 2**20
 

@@ -17,7 +17,7 @@ KINDS: tuple[str, ...] = ("image", "video", "scenes")
 _USUAL: dict[str, dict[str, Any]] = {
     "image": {"height": 96, "width": 96, "guidance_scale": 3.5},
     "video": {"height": 64, "width": 64, "num_frames": 9, "guidance_scale": 4.0},
-    "scenes": {"height": 64, "width": 64, "guidance_scale": 4.0, "max_sequence_length": 8},
+    "scenes": {"height": 64, "width": 64, "guidance_scale": 7.0, "max_sequence_length": 8},
 }
 WEIGHTS = Path(__file__).parent / "weights"
 ELSEWHERE = "DIFFACCEL_TESTBED_WEIGHTS"  # environment variable: a folder of kinds that come before the bundled ones

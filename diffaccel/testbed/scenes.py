@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import outlines
-from .outlines import KINDS
+from .outlines import KINDS, LETTERS, SHAPES
 
 COLOURS: dict[str, tuple[float, float, float]] = {
     "red": (0.90, 0.10, 0.12),
@@ -119,9 +119,9 @@ def sample(split: str, seed: int | tuple[int, int]) -> Picture:
     numbers = seed if isinstance(seed, tuple) else (seed,)
     draw = np.random.default_rng((*numbers, 11))
     while True:
-        places = sorted(draw.permutation(4)[: 2 + int(draw.random() < 0.6)])
+        places = sorted(draw.permutation(4)[: 2 + int(draw.random() < 0.8)])
         things = tuple(
-            Thing(_one(draw, KINDS), _one(draw, tuple(COLOURS)), _textured(draw, FILLINGS), tuple(QUARTERS)[place])
+            Thing(_outline(draw), _one(draw, tuple(COLOURS)), _textured(draw, FILLINGS), tuple(QUARTERS)[place])
             for place in places
         )
         picture = Picture(things, _one(draw, tuple(GROUNDS)), _textured(draw, PATTERNS))
@@ -131,6 +131,11 @@ def sample(split: str, seed: int | tuple[int, int]) -> Picture:
 
 def _one(draw: np.random.Generator, names: tuple[str, ...]) -> str:
     return names[int(draw.integers(len(names)))]
+
+
+def _outline(draw: np.random.Generator) -> str:
+    """A letter in seven cases of ten."""
+    return _one(draw, tuple(LETTERS) if draw.random() < 0.7 else SHAPES)
 
 
 def _textured(draw: np.random.Generator, names: tuple[str, ...]) -> str:
