@@ -118,7 +118,7 @@ def world(args: argparse.Namespace, kind: str) -> dict[str, Any]:
                     "adaptive": {"tolerance": tolerance, "computed": round(theirs.computed, 2), **figures_of(theirs)},
                     "lead_db": round(lead.mean, 2),
                     "lead_interval_db": lead.to_list(),
-                    "met": lead.low > 0,
+                    "met": lead.excludes_zero and lead.mean > 0,
                     "rivals_on_searched_prompts": setting.against(),
                 }
             )

@@ -33,11 +33,12 @@ def text(tuned: Tuned, setting: Setting) -> str:
 def sentence(setting: Setting) -> str:
     """One line: what was measured, and what would be better."""
     measured, winner = setting.measured(), setting.winner
-    low, high = measured["psnr_interval_db"]
+    interval = measured["psnr_interval_db"]
+    between = f" ({interval[0]:.1f} to {interval[1]:.1f})" if interval else ""
     on = f"{setting.prompts} {'held-out' if setting.held_out else 'searched'} prompt(s)"
     told = (
         f"{setting.computed} of {len(setting.mask)} steps, {setting.method}: {measured['psnr_db']:.1f} dB to the "
-        f"plain run ({low:.1f} to {high:.1f}) on {on}"
+        f"plain run{between} on {on}"
     )
     rivals = {name: trial.mean_db for name, trial in setting.rivals.items()}
     if winner is not None:

@@ -111,10 +111,11 @@ def _wanted(budgets: object, steps: int) -> list[int | Budget]:
     listed: list[Any] = list(budgets) if isinstance(budgets, Sequence) else [] if budgets is None else [budgets]
     out: list[int | Budget] = []
     for one in listed or list(dict.fromkeys([steps // 2, -(-steps // 3)])):
-        if isinstance(one, Budget) and one.min_psnr_db is not None:
+        most = getattr(one, "max_steps", None) if isinstance(one, Budget) else one
+        if isinstance(one, Budget) and most is None and one.min_psnr_db is not None:
             out.append(one)
-        elif isinstance(one, Budget):
+        elif most is None:
             raise InvalidOptionError(f"tune: {one!r} asks for no min_psnr_db: give it one, or numbers of steps")
         else:
-            out.append(confirm("budgets", one, number(2, steps - 1, "numbers of steps from {least} to {most}"), GOT))
+            out.append(confirm("budgets", most, number(2, steps - 1, "numbers of steps from {least} to {most}"), GOT))
     return out

@@ -20,15 +20,16 @@ class Interval:
     low: float
     high: float
     level: float = LEVEL
+    count: int = 2  # prompts; one alone says nothing of others
 
     @property
     def excludes_zero(self) -> bool:
         """Do both ends have one sign?"""
-        return self.low > 0 or self.high < 0
+        return self.count > 1 and (self.low > 0 or self.high < 0)
 
     def to_list(self) -> list[float]:
-        """[low, high], to two digits."""
-        return [round(self.low, 2), round(self.high, 2)]
+        """[low, high], to two digits; nothing of one prompt."""
+        return [round(self.low, 2), round(self.high, 2)] if self.count > 1 else []
 
 
 def bootstrap(values: Sequence[float], level: float = LEVEL, draws: int = DRAWS, seed: int = 0) -> Interval:
@@ -36,7 +37,7 @@ def bootstrap(values: Sequence[float], level: float = LEVEL, draws: int = DRAWS,
     data = np.asarray(values, dtype=float)
     means = np.random.default_rng(seed).choice(data, (draws, len(data))).mean(axis=1)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(data.mean()), float(low), float(high), level)
+    return Interval(float(data.mean()), float(low), float(high), level, len(data))
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL, seed: int = 0) -> Interval:

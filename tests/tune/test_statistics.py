@@ -18,6 +18,8 @@ def test_the_interval_of_a_normal_mean() -> None:
     assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.03)
     assert found.excludes_zero and not bootstrap([-1.0, 1.0] * 8).excludes_zero
     assert bootstrap(values.tolist()) == found  # one seed, one answer
+    alone = bootstrap([5.0])
+    assert not alone.excludes_zero and alone.to_list() == []  # one prompt says nothing of others
 
 
 def test_pairs_take_out_what_prompts_have_in_common() -> None:
