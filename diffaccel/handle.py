@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -258,11 +259,11 @@ class Acceleration:
         Where the model is known better than when the plan was made (or is another one), decide again.
         """
         if not self.stack.current():
-            self.adopt(self.decide_again(self.wishes), "planned anew: a denoiser was replaced")
+            self._plan_anew("a denoiser was replaced")
         elif not self.stack.fits(lookup(self.pipe)):
-            self.adopt(self.decide_again(self.wishes), "planned anew: the model is known better now")
+            self._plan_anew("the model is known better now")
         elif self._was_in_the_way():
-            self.adopt(self.decide_again(self.wishes), "planned anew: the scheduler was replaced")
+            self._plan_anew("the scheduler was replaced")
         self.stack.relink()
 
     def _was_in_the_way(self) -> bool:
@@ -271,6 +272,14 @@ class Acceleration:
         if before is getattr(self.pipe, "scheduler", None):
             return False
         return any(item.reason.startswith(f"{type(before).__name__} ") for item in self._decision.plan.items)
+
+    def _plan_anew(self, why: str) -> None:
+        """What was on and cannot be any more is warned of: a run would go on without it, and few read plans then."""
+        before = self._decision.plan.enabled
+        self.adopt(self.decide_again(self.wishes), f"planned anew: {why}")
+        for item in self._decision.plan.items:
+            if item.name in before and item.status != "enabled":
+                warnings.warn(f"{item.name} is off now, as {why}: {item.reason}", UserWarning, stacklevel=2)
 
     @contextlib.contextmanager
     def aside(self, verb: str) -> Iterator[Decision]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..core.accelerator import Edit, Site, Target, Verdict
 from ..core.run import Run
+from ..core.wrappers import replicated
 from ..errors import UnsupportedModelError
 from .calls import Handler
 from .intercept import Interception
@@ -16,6 +17,9 @@ from .processors import form, processors
 def interceptable(target: Target) -> Verdict:
     """Yes, where some attention of the denoisers can be intercepted; else no, with the reason."""
     modules = [getattr(target.pipe, name, None) for name in target.spec.denoisers]
+    copies = next((why for module in modules if module is not None and (why := replicated(module))), "")
+    if copies:
+        return Verdict.no(f"{target.spec.family}: {copies}", UnsupportedModelError)
     found = [row for module in modules if module is not None for row in processors(module)]
     if not found:
         return Verdict.no(

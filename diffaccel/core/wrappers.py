@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 _FSDP2 = "torch.distributed.fsdp.FSDPModule"
@@ -102,12 +106,26 @@ def sharded(module: torch.nn.Module) -> torch.nn.Module | None:
     return next((child for child in module.modules() if _kinds(type(child)) & {_FSDP1, _FSDP2}), None)
 
 
+def shard_group(module: torch.nn.Module) -> ProcessGroup | None:
+    """The processes that hold the shards of a model, which must call the same layers; None for this one alone."""
+    found = sharded(module)
+    if found is None:
+        return None
+    group: ProcessGroup | None = getattr(found, "process_group", None)  # FSDP 1
+    mesh = next((p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")), None)  # FSDP 2
+    if group is None and mesh is not None:
+        group = mesh.get_group(mesh.ndim - 1)
+    return group if torch.distributed.get_world_size(group) > 1 else None
+
+
 def flattened(module: torch.nn.Module) -> bool:
     """Has FSDP 1 put parameters in it into one flat vector, so that layers have none of their own between calls?"""
     return any(_FSDP1 in _kinds(type(child)) for child in module.modules())
 
 
-def replicated(module: torch.nn.Module) -> int:
-    """On how many devices DataParallel runs copies of the model; 0 where the model itself runs."""
-    devices = [len(getattr(wrapper, "device_ids", None) or ()) for wrapper in wrappers(module)]
-    return max((count for count in devices if count > 1), default=0)
+def replicated(module: torch.nn.Module) -> str:
+    """That DataParallel runs copies of the model on several devices, in a clause; "" where the model itself runs."""
+    devices = max((len(getattr(wrapper, "device_ids", None) or ()) for wrapper in wrappers(module)), default=0)
+    if devices < 2:
+        return ""
+    return f"DataParallel runs copies of it on {devices} devices, which nothing that is put on its blocks reaches"

@@ -9,9 +9,12 @@ import tomllib
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidOptionError, unknown
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 1024**3
 CUDA_LIKE = "cuda"  # torch's device type of NVIDIA's and of AMD's GPUs
@@ -31,6 +34,7 @@ class Abilities:
         int8: 8-bit integers "dynamic" or "weight_only".
         own_memory: its memory is not the host's, so weights that are moved to the host free some.
         pinned: copies from page-locked host memory on a stream of their own.
+        float64: torch has numbers of 64 bits there.
     """
 
     device: str
@@ -40,14 +44,17 @@ class Abilities:
     int8: str = "weight_only"
     own_memory: bool = True
     pinned: bool = False
+    float64: bool = True
 
 
 # rocm: FP8 of AMD's GPUs is another format (fnuz) up to MI300. mps: torch has no float8 there; memory is shared.
+# other: npu, hpu and whatever torch comes to name; its own operations only.
 # cpu: 8-bit products have the numbers of a GPU, for comparison.
 KINDS: dict[str, Abilities] = {
     "cpu": Abilities("cpu", inductor="cpp", fp8="dynamic", int8="dynamic", own_memory=False),
     "cuda": Abilities("cuda", inductor="triton", kernels=True, fp8="dynamic", int8="dynamic", pinned=True),
-    "mps": Abilities("mps", fp8="", own_memory=False),
+    "mps": Abilities("mps", fp8="", own_memory=False, float64=False),
+    "other": Abilities("other"),
     "rocm": Abilities("cuda", inductor="triton", pinned=True),
     "xpu": Abilities("xpu", inductor="triton"),
 }
@@ -56,6 +63,8 @@ KINDS: dict[str, Abilities] = {
 @dataclass(frozen=True)
 class Hardware:
     """A device: `kind` is a key of `KINDS`, `capability` that of CUDA (None on all others).
+
+    `arch` is AMD's name of an architecture (gfx942).
 
     Peaks are dense, `bandwidth_gb_s` that of its own memory, `pcie` the generation of its 16 lanes to the host. What
     is None has no source at hand, and nothing is predicted from it.
@@ -72,6 +81,7 @@ class Hardware:
     fp4_tflops: float | None = None
     bandwidth_gb_s: float | None = None
     usd_per_hour: float | None = None
+    arch: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -79,7 +89,8 @@ class Hardware:
 
     def __str__(self) -> str:
         memory = f" {self.memory_gib:g} GiB" if self.memory_gib else ""
-        return f"{self.name}{memory}"
+        arch = f" ({self.arch})" if self.arch else ""
+        return f"{self.name}{arch}{memory}"
 
     @property
     def ridge(self) -> float | None:
@@ -142,23 +153,36 @@ def with_prices(path: str) -> dict[str, Hardware]:
     return table
 
 
-def detect(device: str) -> Hardware:
-    """The hardware behind a torch device type: the current GPU where it is one, else the CPU.
+def detect(device: str | torch.device) -> Hardware:
+    """The hardware behind a torch device ("cuda:1"; a bare type is the current one of its kind).
 
     A GPU of AMD has torch's device type "cuda" too, and a "capability" that is a version of its own: it is told by
     `torch.version.hip`, and gets none.
     """
     import torch
 
-    if device == CUDA_LIKE:
-        properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    name, _, number = str(device).partition(":")  # torch knows no npu before its package is imported
+    index = int(number) if number else None
+    if name == CUDA_LIKE:
+        here = torch.cuda.current_device() if index is None else index
+        properties: Any = torch.cuda.get_device_properties(here)
         memory = round(properties.total_memory / GIB, 1)
         if torch.version.hip is not None:
-            return Hardware(properties.name, "rocm", memory)
+            arch = getattr(properties, "gcnArchName", "").partition(":")[0]
+            return Hardware(properties.name, "rocm", memory, arch=arch)
         return Hardware(properties.name, "cuda", memory, (properties.major, properties.minor))
-    if device == "xpu":
-        properties = torch.xpu.get_device_properties(torch.xpu.current_device())
+    if name == "xpu":
+        here = torch.xpu.current_device() if index is None else index
+        properties = torch.xpu.get_device_properties(here)
         return Hardware(properties.name, "xpu", round(properties.total_memory / GIB, 1))
-    if device == "mps":
+    if name == "mps":
         return Hardware("Apple GPU", "mps", round(torch.mps.recommended_max_memory() / GIB, 1))
-    return HARDWARE["cpu"]
+    return HARDWARE["cpu"] if name in ("cpu", "meta") else Hardware(name, "other")
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """The widest floating-point dtype that sums may be kept in on this device: float64, but on mps."""
+    import torch
+
+    known = KINDS.get(device.type)
+    return torch.float64 if known is None or known.float64 else torch.float32

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..core.compat import unwrap_module
-from ..core.wrappers import class_of
+from ..core.wrappers import class_of, replicated
 from .spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def lookup(pipe: Pipeline) -> ModelSpec:
         for card in CARDS.values():
             known = component in card.denoisers and name in card.classes
             if known and all(getattr(config, key, None) == value for key, value in card.config):
-                return card
+                copies = replicated(module)
+                return replace(card, stack=(), unet=None, no_stack=f"{component}: {copies}") if copies else card
         found.append(component)
     denoisers = tuple(found[:1])
     if not denoisers:

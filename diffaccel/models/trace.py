@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..core.compat import COMPILED, unwrap_module
+from ..ledger.hardware import widest
 
 _SAMPLE = 65_536  # elements of a tensor that its content number is made of
 _JOINS = {"cat", "concat", "concatenate"}
@@ -247,6 +248,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _content(tensor: torch.Tensor) -> float:
     """A number that changes with any usual edit of the tensor, made of evenly spaced elements in their places."""
     flat = tensor.detach().reshape(-1)
-    sample = flat[:: max(1, math.ceil(flat.numel() / _SAMPLE))].double().nan_to_num()
-    places = torch.arange(1, sample.numel() + 1, device=sample.device, dtype=torch.float64)
+    sample = flat[:: max(1, math.ceil(flat.numel() / _SAMPLE))].to(widest(flat.device)).nan_to_num()
+    places = torch.arange(1, sample.numel() + 1, device=sample.device, dtype=sample.dtype)
     return float((sample * places.sin()).sum())

@@ -105,7 +105,7 @@ def choose_hardware(pipe: object, hardware: str | Hardware | None) -> Hardware:
         return machines.named(hardware)
     # A property that fails where a component is a bare nn.Module, which has no `device`.
     device = getattr(pipe, "_execution_device", None)
-    return machines.detect("cpu" if device is None else torch.device(device).type)
+    return machines.detect("cpu" if device is None else device)
 
 
 def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, object]) -> tuple[Preset, dict[str, object]]:

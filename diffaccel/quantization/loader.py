@@ -156,7 +156,7 @@ def _denoiser(
     config = cls.load_config(folder)
     with _empty(dtype):
         model: nn.Module = cls.from_config(config)
-    hardware = detect(device.type)
+    hardware = detect(device)
     recipe = lever.recipe(hardware)
     chosen = select(model, spec, lever.policy(recipe, hardware)).quantized
     wide = _wide(model, dtype)
@@ -176,7 +176,7 @@ def _encoder(
         raise UnsupportedModelError(f"{folder}: {'.'.join(row)} is no text encoder of transformers")
     with _empty(dtype):
         model: nn.Module = cls(cls.config_class.from_pretrained(folder))
-    hardware = detect(device.type)
+    hardware = detect(device)
     recipe = lever.recipe(hardware)
     multiple = lever.policy(recipe, hardware).multiple_of
     chosen = select_encoder(model, Policy(multiple_of=multiple)).quantized

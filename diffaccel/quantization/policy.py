@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..core.options import BOOLEAN, take, whole
+from ..core.wrappers import own_modules
 from ..errors import InvalidOptionError
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def select_encoder(module: nn.Module, policy: Policy | None = None) -> Selection
     policy = policy or Policy()
     paths = [
         f"{name}.{index}"
-        for name, child in module.named_modules()
+        for name, child in own_modules(module).items()
         if isinstance(child, nn.ModuleList) and len(child) and not _inside_list(module, name)
         for index in range(len(child))
     ]
@@ -129,7 +130,7 @@ def select_encoder(module: nn.Module, policy: Policy | None = None) -> Selection
 def layers(module: nn.Module, convs: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """Every Linear layer (and convolution) of a model with its name, each module once."""
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, nn.modules.conv._ConvNd) if convs else (nn.Linear,)
-    for name, child in module.named_modules():
+    for name, child in own_modules(module).items():
         if isinstance(child, kinds) and not _is_adapter(name):
             yield name, child
 

@@ -138,7 +138,7 @@ class Swapped:
 
     def replaced(self) -> list[str]:
         """Names of the layers that are others by now, or hold a weight that is not quantized."""
-        found, present = [], dict(self.module.named_modules())
+        found, present = [], own_modules(self.module)
         for swap in self.swaps:
             name = swap.kept.name.removesuffix(".weight")
             weight = swap.layer._parameters.get("weight")

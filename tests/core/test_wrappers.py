@@ -47,7 +47,7 @@ def test_a_block_cache_acts_and_goes_through_every_wrapper(name: str) -> None:
 
 def test_the_model_inside_and_its_names() -> None:
     model = tiny.build("flux").transformer
-    assert unwrap_module(model) is model and list(wrappers(model)) == [] and replicated(model) == 0
+    assert unwrap_module(model) is model and list(wrappers(model)) == [] and replicated(model) == ""
     outer = torch.compile(Forwarding(model), backend="eager")
     assert unwrap_module(outer) is model and [type(one).__name__ for one in wrappers(outer)] == [
         "OptimizedModule",
@@ -112,3 +112,58 @@ def test_a_device_map_moves_where_it_names_two_places(places: Any, moved: bool) 
     model = torch.nn.Linear(2, 2)
     model.hf_device_map = places
     assert foreign_offload(model) == ("a device_map" if moved else None)
+
+
+def test_copies_on_several_devices_take_levers_of_whole_calls_alone() -> None:
+    """They are made anew in each call, from modules whose hooks run the original's weights."""
+    pipe = WRAPPERS["`DataParallel`"](tiny.build("flux"))
+    assert plan(pipe, None, cache="first_block").items[0].status == "enabled"
+    pipe.transformer.device_ids = [0, 1]
+    acts = {"cache": ("schedule", {"cache_steps": [0, 2]}), "guidance": ("reuse", {})}
+    for key, (value, more) in acts.items():
+        [item] = plan(pipe, None, **{key: value}, **more).items
+        assert item.status == "enabled", item.reason
+    for options in (
+        {"cache": "first_block"},
+        {"cache": "schedule", "cache_steps": [0, 2], "cache_scope": "modules"},
+        {"attention": "native"},
+        {"quantization": "fp8"},
+        {"quantization": "svdquant"},
+        {"compile": True},
+        {"offload": "layerwise", "offload_store": "disk"},
+    ):
+        [item] = plan(pipe, None, **options).items
+        assert item.status != "enabled" and "DataParallel runs copies of it on 2 devices" in item.reason, item.name
+
+
+@pytest.mark.parametrize("shard", [sharded_in_place, sharded_whole])
+def test_members_that_hold_shards_decide_alike(shard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one of them would gather a block that another leaves out, and wait for it for good."""
+    from diffaccel.caching.methods.first_block import FirstBlockCache
+    from diffaccel.planner.resolve import resolve
+
+    for pipe, several in ((shard(tiny.build("flux")), True), (tiny.build("flux"), False)):
+        target = resolve(pipe, None, None, None, False, {}).target
+        assert FirstBlockCache().full_recipe(target).process_group is None  # one process
+        with monkeypatch.context() as patched:
+            patched.setattr(dist, "get_world_size", lambda group=None: 2)
+            assert (FirstBlockCache().full_recipe(target).process_group is not None) == several
+
+
+def test_quantization_goes_by_the_models_names_in_blocks_that_a_user_compiled() -> None:
+    pipe, twin = tiny.build("flux"), tiny.build("flux")
+    for blocks in (pipe.transformer.transformer_blocks, pipe.transformer.single_transformer_blocks):
+        for index, block in enumerate(blocks):
+            blocks[index] = torch.compile(block, backend="eager")
+    reasons = [plan(each, None, quantization=q).items[0] for each in (pipe, twin) for q in ("fp8", "svdquant")]
+    assert [item.status for item in reasons] == ["enabled"] * 4
+    assert [item.reason for item in reasons[:2]] == [item.reason for item in reasons[2:]]
+
+
+def test_what_a_replaced_denoiser_costs_is_warned_of() -> None:
+    """The run goes on without the lever, which may need more memory than there is; once only the plan said so."""
+    pipe = accelerate(tiny.build("flux"), None, **CACHE, compile=True, compile_backend="eager")
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    with pytest.warns(UserWarning, match=r"compile is off now, as a denoiser was replaced: transformer is compiled"):
+        pipe.acceleration.sync()
+    assert pipe.acceleration.plan.enabled == ("cache.first_block",)

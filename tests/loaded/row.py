@@ -43,6 +43,7 @@ class Row:
         run: (pipe, overrides of the call) -> the picture; None is `tiny.run` of the family.
         after: what is done to the pipeline once it is accelerated (an offload of another library, say).
         needs: packages; a cell is skipped where one is missing.
+        renewed: the library makes parameters anew in each call (so that their identity tells nothing).
         slow: left to `make test-all`.
         remark: printed below the table: what stands in for a library that does not run on a CPU, for instance.
     """
@@ -54,6 +55,7 @@ class Row:
     run: Callable[..., Any] | None = None
     after: Callable[[Any], None] | None = None
     needs: tuple[str, ...] = ()
+    renewed: bool = False
     slow: bool = True
     remark: str = ""
 

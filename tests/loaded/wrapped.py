@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import tiny
+from tests.loaded.row import Row, Says
+
 CPU = torch.device("cpu")
 
 
@@ -24,11 +27,10 @@ class Forwarding(torch.nn.DataParallel):
 def peft(pipe: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    config = LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
-    pipe.transformer = get_peft_model(pipe.transformer, config)
-    torch.random.set_rng_state(state)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+        pipe.transformer = get_peft_model(pipe.transformer, config)
     return pipe
 
 
@@ -72,6 +74,32 @@ def compiled(pipe: Any) -> Any:
     return pipe
 
 
+def adapter(pipe: Any) -> Any:
+    from peft import LoraConfig
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    return pipe
+
+
+def compiled_in_place(pipe: Any) -> Any:
+    pipe.transformer.compile(backend="eager")
+    return pipe
+
+
+def repeated(pipe: Any) -> Any:
+    pipe.transformer.compile_repeated_blocks(backend="eager")
+    return pipe
+
+
+def compiled_blocks(pipe: Any) -> Any:
+    for blocks in (pipe.transformer.transformer_blocks, pipe.transformer.single_transformer_blocks):
+        for index, block in enumerate(blocks):
+            blocks[index] = torch.compile(block, backend="eager")
+    return pipe
+
+
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "`get_peft_model`": peft,
     "`DataParallel`": parallel,
@@ -79,3 +107,33 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "`fully_shard`": sharded_in_place,
     "`torch.compile(transformer)`": compiled,
 }
+
+
+def of(wrap: Callable[[Any], Any]) -> Callable[[], Any]:
+    return lambda: wrap(tiny.build("flux"))
+
+
+SHARDED = {
+    **dict.fromkeys(("fp8", "int8", "svdquant"), Says("is cut into shards by FSDP: quantize the plain model")),
+    "compile": Says("is cut into shards by FSDP"),
+    "layerwise": Says("FSDP (whose shards are gathered for each call), on transformer, moves the same weights"),
+    "stage": Says("is moved by FSDP (whose shards are gathered for each call)"),
+}
+WHOLE = {
+    "compile": Says("is compiled as a whole already (torch.compile)"),
+    "layerwise": Says("is compiled as a whole (torch.compile): its weights are read inside of one graph"),
+}
+BLOCKS = {"compile": Says("blocks are compiled already (not by diffaccel), and stay so")}
+PROCESS = "one process, so that no shard lies elsewhere; two processes share decisions in tests/caching."
+ROWS = (
+    Row("`transformer.add_adapter`", of(adapter), {"lora": Says("has LoRAs that were loaded by diffusers")}),
+    Row("`get_peft_model`", of(peft), {"lora": Says("is wrapped by peft (get_peft_model)")}),
+    Row("`DataParallel`, one device", of(parallel)),
+    Row("FSDP 1, `FullyShardedDataParallel`", of(sharded_whole),
+        {**SHARDED, "lora": Says("is cut into shards by FSDP (FullyShardedDataParallel)")}, remark=PROCESS),
+    Row("FSDP 2, `fully_shard`", of(sharded_in_place), SHARDED, remark=PROCESS),
+    Row("`torch.compile(transformer)`", of(compiled), WHOLE),
+    Row("`transformer.compile()`", of(compiled_in_place), WHOLE),
+    Row("`compile_repeated_blocks()`", of(repeated), BLOCKS),
+    Row("`torch.compile` of each block", of(compiled_blocks), BLOCKS),
+)  # fmt: skip

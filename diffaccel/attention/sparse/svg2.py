@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ...ledger.hardware import widest
 from ..geometry import Geometry
 from ..plan import BlockPlan, HeadPlans
 from .layout import BLOCK, around_text, full, video_share, video_start
@@ -110,7 +111,7 @@ def top_map(
 
 def size_weighted_density(kept: torch.Tensor, q_sizes: torch.Tensor, k_sizes: torch.Tensor) -> torch.Tensor:
     """[n]: kept pairs of tokens over all pairs."""
-    pairs = (kept.double() * q_sizes[:, :, None] * k_sizes[:, None]).sum((1, 2))
+    pairs = (kept.to(widest(kept.device)) * q_sizes[:, :, None] * k_sizes[:, None]).sum((1, 2))
     return pairs / (q_sizes.sum(1) * k_sizes.sum(1))
 
 

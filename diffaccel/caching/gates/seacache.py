@@ -10,6 +10,7 @@ import torch
 
 from ...core.options import GOT, NUMBER, take
 from ...errors import InvalidOptionError
+from ...ledger.hardware import widest
 from ..step import Step
 from .base import GRID, SumGate
 
@@ -17,7 +18,7 @@ from .base import GRID, SumGate
 def sea_gain(
     shape: tuple[int, int, int], sigma: float, power: float = 3.0, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Response of the spectral filter at noise level sigma on a grid [T, H, W], mean 1, float64.
+    """Response of the spectral filter at noise level sigma on a grid [T, H, W], mean 1, float64 (on mps float32).
 
     Per axis the optimal linear denoiser for a signal of power S(f) = |f|^-power under x = (1-sigma) s + sigma n:
     G(f) = a S / (a^2 S + b^2) = a / (a^2 + b^2 |f|^power), a = 1 - sigma, b = sigma; the product over axes is divided
@@ -26,9 +27,9 @@ def sea_gain(
     """
     sigma = min(max(float(sigma), 1e-6), 1 - 1e-6)  # at 1 only the mean is left, and the formula says 0/0 for it
     a, b = 1 - sigma, sigma
-    gain = torch.ones(shape, dtype=torch.float64, device=device)
+    gain = torch.ones(shape, dtype=widest(torch.device(device or "cpu")), device=device)
     for axis, size in enumerate(shape):
-        frequency = torch.fft.fftfreq(size, dtype=torch.float64, device=device).abs()
+        frequency = torch.fft.fftfreq(size, dtype=gain.dtype, device=device).abs()
         response = a / (a * a + b * b * frequency**power)
         gain = gain * response.reshape([size if i == axis else 1 for i in range(3)])
     return gain / gain.mean()

@@ -14,6 +14,7 @@ from ...core.options import BOOLEAN, GOT, take, take_plain
 from ...core.place import Rank
 from ...core.run import Run
 from ...core.state import PerRun
+from ...core.wrappers import replicated, shard_group
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError, UnsupportedModelError, unknown
 from ...extrapolation.forecast import Forecast
 from ...models.controls import acts_between_blocks
@@ -21,6 +22,7 @@ from ..build import put_on, why_unfit
 from ..control import Control
 from ..engine import BRANCHES, CacheRecipe, Engine
 from ..guards import Guards
+from ..scopes.denoiser import Denoiser
 from ..scopes.stack import blocks_of
 from ..steering import Controller, StepRules
 
@@ -121,7 +123,10 @@ class StepCache:
     def full_recipe(self, target: Target) -> CacheRecipe:
         """The recipe with the parameters that all methods share."""
         more = {"branches": self.branches, "float32": self.float32, "per_sample": self.per_sample}
-        return replace(self.recipe(target), **more)  # type: ignore[arg-type]
+        recipe = replace(self.recipe(target), **more)  # type: ignore[arg-type]
+        if recipe.process_group is None and target.spec.denoisers:  # members of FSDP gather the same layers, or wait
+            recipe = replace(recipe, process_group=shard_group(self.main(target)))
+        return recipe
 
     # ---- the spine of a lever --------------------------------------------------------------------------
 
@@ -154,6 +159,9 @@ class StepCache:
                     f"diffusers' own cache ({other}) is on {component}: call pipe.{component}.disable_cache() first",
                     IncompatibleError,
                 )
+            copies = replicated(module)
+            if copies and not isinstance(recipe.scope, Denoiser):
+                return Verdict.no(f"{component}: {copies}: take a cache of the whole denoiser (schedule, easycache)")
             reason = why_unfit(recipe, unwrap_module(module), target.spec)
             if reason is not None:
                 return Verdict.no(f"{component}: {reason}" if len(target.spec.denoisers) > 1 else reason)

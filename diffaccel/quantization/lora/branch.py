@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ...ledger.hardware import widest
 from .pairs import Pair, Tensor, padded
 
 Loaded = Sequence[tuple[str, Pair, float]]  # (adapter, pair, strength)
@@ -29,8 +30,9 @@ class RowLengths:
         self.whole: Tensor = torch.linalg.vector_norm(
             (rows + delta).view(weight.shape), dim=tuple(range(1, weight.ndim))
         )
-        self.terms = torch.stack([(a * b).sum(1, dtype=torch.float64) for a, b in ((rows, rows), (rows, delta))])
-        self.square = (delta * delta).sum(1, dtype=torch.float64)
+        wide = widest(rows.device)
+        self.terms = torch.stack([(a * b).sum(1, dtype=wide) for a, b in ((rows, rows), (rows, delta))])
+        self.square = (delta * delta).sum(1, dtype=wide)
 
     def at(self, factor: float) -> Tensor:
         """[out]; for a factor of 1 in float32, as peft measures it."""

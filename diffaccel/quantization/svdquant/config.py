@@ -13,6 +13,7 @@ from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import copies_held, unwrap_module
 from ...core.options import Check, choose_name, number, take, take_plain, whole
 from ...core.run import Run
+from ...core.wrappers import own_modules
 from ...errors import DiffaccelError, IncompatibleError, InvalidOptionError
 from .. import originals
 from ..originals import Checkpoint as Source
@@ -358,7 +359,7 @@ class _Attached:
     def displaced(self) -> str:
         """Which layers are others by now, in a clause."""
         rows = [(part, row) for part, rows in self.done.items() for row in rows]
-        modules = {part: dict(unwrap_module(getattr(self.target.pipe, part)).named_modules()) for part in self.done}
+        modules = {part: own_modules(getattr(self.target.pipe, part)) for part in self.done}
         gone = [
             f"{part}.{row.name}"
             for part, row in rows

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...ledger.hardware import widest
 from .formats import SHIFT, Codes, quantize_activation, quantize_weight
 
 Tensor = torch.Tensor
@@ -107,7 +108,7 @@ def low_rank(weight: Tensor, rank: int, svd: str = "low", seed: int = 0) -> tupl
     if rank == 0:
         return weight.new_zeros(weight.shape[0], 0).float(), weight.new_zeros(0, weight.shape[1]).float()
     if svd == "high":
-        u, s, vt = torch.linalg.svd(weight.double(), full_matrices=False)
+        u, s, vt = torch.linalg.svd(weight.to(widest(weight.device)), full_matrices=False)
         return (u[:, :rank] * s[:rank]).float(), vt[:rank].float()
     matrix = weight.float()
     width = min(rank + 10, *weight.shape)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from ...ledger.hardware import widest
+
 
 class Moments:
     """Count, mean and summed squared deviation of every group of a map [1, C, H, W], added up strip by strip."""
@@ -27,7 +29,7 @@ class Moments:
         wide = grouped if grouped.dtype in (torch.float32, torch.float64) else grouped.float()
         variance, mean = torch.var_mean(wide, dim=(1, 2, 3), correction=0)
         count = channels // self.groups * height * width
-        precise = torch.float32 if strip.device.type == "mps" else torch.float64
+        precise = widest(strip.device)
         self._join(count, mean.to(precise), variance.to(precise) * count)
 
     def _join(self, count: int, mean: torch.Tensor, square: torch.Tensor) -> None:
