@@ -1,7 +1,7 @@
-"""Speed and fidelity of the demo's strengths, by the function behind `diffaccel demo`.
+"""Speed and fidelity of the demo's levels and rivals, by the function behind `diffaccel demo`.
 
-    python benchmarks/demo_bench.py                               # the three strengths as shipped
-    python benchmarks/demo_bench.py --thresholds 0.04 0.08 0.16   # a sweep of the cache threshold instead
+    python benchmarks/demo_bench.py                               # the three levels, each beside its rivals
+    python benchmarks/demo_bench.py --tolerances 0.002 0.01 0.04  # a sweep of the tolerance instead
     python benchmarks/demo_bench.py --video                       # the same with the video pipeline
 
 Prints one JSON document and writes it to --out.
@@ -16,13 +16,13 @@ from pathlib import Path
 from diffaccel.cli.demo import demo
 from diffaccel.cli.rounds import PLAIN, Strength
 
-AIM = {"run": "medium", "speedup": 1.4, "psnr": 28.0}
+AIM = {"run": "balanced", "speedup": 1.4, "psnr": 28.0}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed and fidelity of the demo's strengths.")
+    parser = argparse.ArgumentParser(description="Speed and fidelity of the demo's runs.")
     parser.add_argument("--video", action="store_true")
-    parser.add_argument("--thresholds", type=float, nargs="+", metavar="T")
+    parser.add_argument("--tolerances", type=float, nargs="+", metavar="T")
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
@@ -33,8 +33,8 @@ def main() -> None:
     kind, preset, name = ("video", "auto", "demo_video.json") if args.video else ("image", "cpu-demo", "demo.json")
     out = args.out or Path(__file__).parent / "results" / name
     strengths = None
-    if args.thresholds:
-        swept = (Strength(f"{value:g}", preset, {"cache_threshold": value}) for value in args.thresholds)
+    if args.tolerances:
+        swept = (Strength(f"{value:g}", preset, {"cache_tolerance": value}) for value in args.tolerances)
         strengths = (PLAIN, *swept)
     document, _ = demo(args.steps, args.prompts, args.rounds, args.seed, kind=kind, strengths=strengths)
     if not args.video:
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _met(runs: list[dict]) -> bool | None:
-    """Whether the shipped medium strength reached the aim; None in a sweep."""
+    """Whether the preset as it is reached the aim; None in a sweep."""
     for run in runs:
         if run["name"] == AIM["run"]:
             close = run["identical"] or run["psnr"] >= AIM["psnr"]

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core.place import BALANCED, LEVELS
 from . import hush_libraries
-from .rounds import PLAIN, STRENGTHS, Outcome, Strength, measure
+from .contest import runs, settle
+from .rounds import Outcome, Strength, measure
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_SHOWN = "medium"  # the preset as it is; its plan is the one printed
+_SHOWN = BALANCED  # whose plan is printed, unless another level is asked for
+_PRESETS = {"image": "cpu-demo", "video": "auto"}
 _FILES = {
     "image": {"grid": "demo_grid.png", "strip": "demo_steps.png", "json": "demo.json"},
     "video": {
@@ -28,13 +31,6 @@ _FILES = {
         "json": "demo_video.json",
     },
 }
-# As for pictures, on the plan that "auto" makes for the video pipeline.
-VIDEO_STRENGTHS: tuple[Strength, ...] = (
-    PLAIN,
-    Strength("gentle", "auto", {"cache_threshold": 0.1}),
-    Strength("medium", "auto", {"cache_threshold": 0.2}),
-    Strength("strong", "auto", {"cache_threshold": 0.4}),
-)
 _FRAMES_SHOWN = 3  # of each clip, in the grid
 _FRAME_MS = 125
 
@@ -46,15 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("out"), metavar="DIR", help="folder for the pictures (out)")
     add("--steps", type=_positive, default=28, metavar="N", help="denoising steps (28)")
     add("--prompts", type=_positive, default=4, metavar="N", help="how many test prompts (4)")
-    add("--rounds", type=_positive, default=3, metavar="N", help="measured rounds (3)")
+    add("--rounds", type=_positive, default=2, metavar="N", help="measured rounds (2)")
+    add("--level", metavar="NAME", help="only this level of the dial: careful, balanced or fast (all three)")
     add("--seed", type=_seed, default=0, metavar="N", help="seed of the first picture's noise (0)")
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
     kind = "video" if args.video else "image"
-    with _progress(args.rounds, args.quiet) as tick:
-        document, outcomes = demo(args.steps, args.prompts, args.rounds, args.seed, kind=kind, tick=tick)
+    levels = LEVELS if args.level is None else (_level(args.level),)
+    with _progress(runs(levels, args.rounds), args.quiet) as tick:
+        document, outcomes = demo(
+            args.steps, args.prompts, args.rounds, args.seed, kind=kind, levels=levels, tick=tick
+        )
     document["files"] = write_files(document, outcomes, args.out)
     if args.json:
         print(json.dumps(document, indent=2, allow_nan=False))
@@ -66,16 +66,19 @@ def run(args: argparse.Namespace) -> int:
 def demo(
     steps: int = 28,
     prompts: int = 4,
-    rounds: int = 3,
+    rounds: int = 2,
     seed: int = 0,
     *,
     kind: str = "image",
+    levels: Sequence[str] = LEVELS,
     strengths: Sequence[Strength] | None = None,
     tick: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, Any], list[Outcome]]:
     """Measure one testbed, plain strength first: the JSON document and the outcomes behind it.
 
-    `strengths` are those of the kind unless told. An outcome of kind "video" has lists of frames for images.
+    `strengths` are, unless told, plain and for each of the `levels` ours, and at as many computed steps simply fewer
+    steps and diffusers' own first-block cache (`contest.settle`). An outcome of kind "video" has lists of frames for
+    images.
     """
     hush_libraries()
     from diffaccel import testbed
@@ -84,11 +87,15 @@ def demo(
     pipe.set_progress_bar_config(disable=True)  # one bar for all runs instead
     texts = testbed.prompts("test", prompts, kind=kind)
     kwargs = testbed.call_kwargs(kind)
-    if strengths is None:
-        strengths = VIDEO_STRENGTHS if kind == "video" else STRENGTHS
     if kind == "video":
         kwargs["output_type"] = "pil"
-    outcomes = measure(pipe, texts, kwargs, steps=steps, rounds=rounds, seed=seed, strengths=strengths, tick=tick)
+    common: dict[str, Any] = {"steps": steps, "seed": seed, "tick": tick}
+    warm_up = 1
+    if strengths is None:
+        strengths = settle(pipe, texts, kwargs, preset=_PRESETS[kind], levels=levels, **common)
+        warm_up = 0  # finding them did
+    outcomes = measure(pipe, texts, kwargs, strengths=strengths, rounds=rounds, warm_up=warm_up, **common)
+    shown = _shown(outcomes)
     document = {
         "schema": 1,
         "kind": kind,
@@ -97,10 +104,16 @@ def demo(
         "seed": seed,
         "rounds": rounds,
         "runs": [run_entry(outcome, outcomes[0], texts) for outcome in outcomes],
-        "plan": next((outcome.plan for outcome in outcomes if outcome.name == _SHOWN), None),
+        "plan": None if shown is None else shown.plan,
         "environment": environment(),
     }
     return document, outcomes
+
+
+def _shown(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The outcome whose plan is told: the middle level, else the first that has a plan."""
+    planned = [outcome for outcome in outcomes if outcome.plan is not None]
+    return next((outcome for outcome in planned if outcome.name == _SHOWN), planned[0] if planned else None)
 
 
 def run_entry(outcome: Outcome, plain: Outcome, prompts: Sequence[str]) -> dict[str, Any]:
@@ -111,6 +124,7 @@ def run_entry(outcome: Outcome, plain: Outcome, prompts: Sequence[str]) -> dict[
     entry: dict[str, Any] = {
         "name": outcome.name,
         "steps_computed": sum(outcome.computed),
+        "mean_computed": outcome.mean_computed,
         "steps": len(outcome.computed),
         "seconds": outcome.median_s,
         "speedup": plain.median_s / outcome.median_s,
@@ -172,7 +186,7 @@ def _side_by_side(clip: Sequence[Image]) -> Image:
 
 def report_text(document: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     """The plan, the table of runs and where the pictures are, as printed."""
-    shown = next(outcome for outcome in outcomes if outcome.name == _SHOWN)
+    shown = _shown(outcomes)
     runs, files = document["runs"], document["files"]
     film = document["kind"] == "video"
     what, asked = ("clips", "places, grounds and motions") if film else ("pictures", "places and grounds")
@@ -196,11 +210,11 @@ def report_text(document: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
             f"{document['pipeline']} (bundled, tiny), {len(document['prompts'])} prompts in one batch, "
             f"{runs[0]['steps']} steps, torch {env['torch']}, {env['threads']} threads",
             "",
-            f"Plan of the {_SHOWN} run:",
-            shown.table.rstrip(),
-            "",
+            *([] if shown is None else [f"Plan of the {shown.name} run:", shown.table.rstrip(), ""]),
             f"Runs (median of {document['rounds']} interleaved rounds after a warm-up; PSNR and SSIM against",
-            f"the plain {what}; score: share of shapes, colours, sizes, {asked} as asked for):",
+            f"the plain {what}; score: share of shapes, colours, sizes, {asked} as asked for).",
+            "Each level stands beside simply fewer steps, as many as it computes, and diffusers' own first-block",
+            "cache at a threshold that computes about as many:",
             *_align([head, *body]),
             "",
             "   ".join(f"{word}: {files[name]}" for name, word in places.items() if name in files),
@@ -239,14 +253,21 @@ def _align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _progress(rounds: int, quiet: bool) -> Iterator[Callable[[], object]]:
+def _progress(total: int, quiet: bool) -> Iterator[Callable[[], object]]:
     """A bar on stderr that advances with each run; none where stderr is not a terminal."""
     from tqdm.auto import tqdm
 
-    total = (rounds + 1) * len(STRENGTHS)  # of either kind
     hide = quiet or not sys.stderr.isatty()
     with tqdm(total=total, desc="demo", unit="run", file=sys.stderr, disable=hide) as bar:
         yield bar.update
+
+
+def _level(name: str) -> str:
+    """The name of a level. Raises InvalidOptionError with the nearest."""
+    from ..planner.options import require_level
+
+    require_level(name)
+    return name
 
 
 def _positive(text: str) -> int:

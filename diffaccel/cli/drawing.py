@@ -55,7 +55,7 @@ def step_strip(rows: Sequence[Sequence[bool]], labels: Sequence[str]) -> Image:
     from PIL import ImageDraw
 
     cell, tall, steps = 20, 24, max(len(row) for row in rows)
-    left, right = _MARGIN + 80, 130
+    left, right = _MARGIN + _LABEL_WIDTH, 130
     top = _MARGIN + _LINE + 4
     bottom = top + len(rows) * (tall + 6)
     size = (max(left + steps * cell + right, left + 320), bottom + _GAP + _LINE + _MARGIN)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from diffaccel import testbed
 from diffaccel.cli import main
-from diffaccel.cli.demo import VIDEO_STRENGTHS, demo, report_text
+from diffaccel.cli.demo import demo, report_text
 from diffaccel.cli.rounds import PLAIN, Strength
 
 STEPS = 10
@@ -31,7 +31,21 @@ def untrained_testbed():
 def printed(tmp_path_factory):
     """What `diffaccel demo --video --json` writes to stdout, its exit code and its folder."""
     out = tmp_path_factory.mktemp("demo")
-    words = ["demo", "--video", "--json", "--steps", str(STEPS), "--prompts", "2", "--rounds", "1", "--out", str(out)]
+    words = [
+        "demo",
+        "--video",
+        "--json",
+        "--steps",
+        str(STEPS),
+        "--prompts",
+        "1",
+        "--rounds",
+        "1",
+        "--level",
+        "fast",
+        "--out",
+        str(out),
+    ]
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout):
         code = main(words)
@@ -43,10 +57,10 @@ def test_the_document_is_that_of_the_picture_demo(printed):
     document = json.loads(text)
     assert code == 0
     assert (document["kind"], document["pipeline"]) == ("video", "WanPipeline")
-    assert [run["name"] for run in document["runs"]] == [strength.name for strength in VIDEO_STRENGTHS]
+    assert [run["name"] for run in document["runs"]] == ["plain", "fast: fewer steps", "fast: diffusers", "fast"]
     assert all("moving" in prompt or "standing" in prompt for prompt in document["prompts"])
     for run in document["runs"]:
-        assert len(run["computed"]) == run["steps"] == STEPS and 0 < run["steps_computed"] <= STEPS
+        assert len(run["computed"]) == run["steps"] and 0 < run["steps_computed"] <= run["steps"] <= STEPS
         assert 0 <= run["score"] <= 1 and run["seconds"] > 0
     assert json.loads((out / "demo_video.json").read_text()) == document
 
@@ -60,8 +74,8 @@ def test_the_files_are_what_they_say(printed):
 
 
 def test_a_cache_that_is_off_gives_identical_clips_and_one_that_always_answers_does_not():
-    off, always = ({"cache_threshold": value} for value in (0, 1e9))
-    strengths = (PLAIN, Strength("medium", "auto", off), Strength("always", "auto", always))
+    off, always = ({"cache_tolerance": value} for value in (0, 1e9))
+    strengths = (PLAIN, Strength("balanced", "auto", off), Strength("always", "auto", always))
     document, outcomes = demo(STEPS, 2, 1, 0, kind="video", strengths=strengths)
     _, medium, most = document["runs"]
     assert medium["identical"] and medium["psnr"] is None and medium["steps_computed"] == STEPS
@@ -71,5 +85,5 @@ def test_a_cache_that_is_off_gives_identical_clips_and_one_that_always_answers_d
     text = report_text(
         document | {"files": {"grid": "g.png", "clips": "c.gif", "strip": "s.png", "json": "d"}}, outcomes
     )
-    for word in ("WanPipeline", "plain clips", "motions", "c.gif", "identical", "first_block"):
+    for word in ("WanPipeline", "plain clips", "motions", "c.gif", "identical", "adaptive"):
         assert word in text

@@ -139,7 +139,7 @@ def test_no_library_speaks_while_it_is_imported_and_real_warnings_are_heard(tmp_
 def test_one_preset_prints_its_text(capsys):
     assert main(["presets", "cpu-demo"]) == 0
     text = capsys.readouterr().out
-    assert "first_block" in text
+    assert 'cache = "adaptive"' in text
     assert main(["presets", "cpu-demo", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["name"] == "cpu-demo" and document["text"].strip() == text.strip()

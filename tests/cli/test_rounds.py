@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 import diffaccel
-from diffaccel.cli.rounds import BATCH, PLAIN, STRENGTHS, Strength, computed_steps, measure
+from diffaccel.cli.contest import nearest, runs
+from diffaccel.cli.native import by_step
+from diffaccel.cli.rounds import BATCH, PLAIN, Strength, computed_steps, measure
 
 
 class DiaryPipe:
@@ -96,12 +98,28 @@ def test_a_step_is_computed_if_any_of_its_branches_is():
     assert computed_steps(report) == (True, True, False)
 
 
-def test_the_shipped_strengths_are_plain_and_three_of_one_preset():
-    assert [strength.name for strength in STRENGTHS] == ["plain", "gentle", "medium", "strong"]
-    assert STRENGTHS[0].preset is None
-    assert {strength.preset for strength in STRENGTHS[1:]} == {"cpu-demo"}
-    assert not STRENGTHS[2].overrides  # the preset as it is
-    assert STRENGTHS[1].overrides["cache_threshold"] < STRENGTHS[3].overrides["cache_threshold"]
+def test_fewer_steps_are_run_and_counted():
+    pipe = DiaryPipe()
+    [fewer] = measure(pipe, ["a"], {}, steps=6, rounds=1, strengths=[Strength("f", steps=4)], clock=pipe.clock)
+    assert fewer.computed == (True,) * 4 and fewer.mean_computed == 4
+
+
+def test_without_a_warm_up_every_round_counts():
+    pipe = DiaryPipe()
+    outcomes = run(pipe, rounds=1, warm_up=0)
+    assert [outcome.seconds for outcome in outcomes] == [[110], [104], [104]]
+    assert [outcome.mean_computed for outcome in outcomes] == [6, 3, 3]
+
+
+def test_calls_of_a_peer_become_steps():
+    assert by_step([True, False, True, True], 4) == (True, False, True, True)
+    assert by_step([True, True, False, False, False, True], 3) == (True, False, True), "two branches a step"
+
+
+def test_the_threshold_nearest_in_computed_steps_is_taken():
+    counts = {0.1: 20.0, 0.2: 12.0, 0.3: 10.0, 0.4: 6.0}
+    assert [nearest(counts, count) for count in (28, 13, 11, 7)] == [0.1, 0.2, 0.2, 0.4], "ties go to more steps"
+    assert runs(["a", "b"], 3) - runs(["a", "b"], 2) == 7
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8])
