@@ -98,7 +98,7 @@ class Control:
     """
 
     def __init__(self, name: str, components: Mapping[str, Any], rank: Rank) -> None:
-        self.state = f"{name}.control"
+        self.state = f"{name}.conditions"
         self.roots: list[RootHook] = []
         self.scales: dict[str, list[Any]] = {}
         self.links: list[Link] = []

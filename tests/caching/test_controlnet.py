@@ -148,6 +148,21 @@ def test_without_a_controlnet_nothing_changes() -> None:
 # ---- what changes in mid-run ---------------------------------------------------------------------------
 
 
+def test_step_control_begins_anew_at_the_edge() -> None:
+    """The adaptive cache: the step at which the control ends is computed, whatever was foreseen before it."""
+    wishes = {"cache": "adaptive", "cache_tolerance": 1e3, "cache_max_gap": 12, "cache_min_steps": 0}
+    pipe = accelerate(build("flux"), None, strict=True, **wishes)
+    count = Count(pipe.controlnet.x_embedder)
+
+    def marks(**call: Any) -> str:
+        run(pipe, "flux", num_inference_steps=12, **call)
+        return "".join("C" if step.computed else "." for step in pipe.acceleration.report.steps)
+
+    plain, edge = marks(), marks(control_guidance_end=0.5)
+    assert plain[6] == "." and edge[6] == "C" and edge[:6] == plain[:6]
+    assert count.calls == (plain + edge).count("C")
+
+
 @pytest.mark.parametrize(("window", "computed"), [((0.0, 0.5), [0, 3]), ((0.4, 1.0), [0, 3])])
 def test_the_edge_of_a_window_is_computed(window: tuple[float, float], computed: list[int]) -> None:
     """Guidance of the control that ends or begins in mid-run."""

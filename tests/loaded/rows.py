@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tests.loaded import quantized
+from tests.loaded import modular, quantized
 from tests.loaded.row import Row
 
 GROUPS: dict[str, tuple[Row, ...]] = {
     "Weights, as they came": quantized.ROWS,
+    "Modular pipelines": modular.ROWS,
 }
 ROWS = tuple(row for rows in GROUPS.values() for row in rows)

@@ -148,11 +148,11 @@ class Cell:
 
     def _saved(self, name: str) -> Any:
         try:
-            self.pipe.save_pretrained(self.folder / name)
+            self.pipe.save_pretrained(str(self.folder / name))  # modular pipelines take no Path
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        files = sorted((self.folder / name).rglob("*.*"))
-        return {str(file.relative_to(self.folder / name)): content(file) for file in files}
+        folder = self.folder / name
+        return {str(file.relative_to(folder)): content(file, folder) for file in sorted(folder.rglob("*.*"))}
 
 
 def _unnamed(value: Any) -> Any:
@@ -160,10 +160,11 @@ def _unnamed(value: Any) -> Any:
     return value[1:] if isinstance(value, tuple) else value
 
 
-def content(file: Path) -> Any:
-    """What a file holds; of a safetensors file its tensors and notes, whatever their order."""
+def content(file: Path, folder: Path) -> Any:
+    """What a file holds (modular pipelines write down the folder, which is left out); of a safetensors file its
+    tensors and notes, whatever their order."""
     if file.suffix != ".safetensors":
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        return hashlib.sha256(file.read_bytes().replace(str(folder).encode(), b"")).hexdigest()
     with safe_open(file, "pt") as opened:
         tensors = {name: describe(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
         return tensors, dict(opened.metadata() or {})

@@ -1,0 +1,17 @@
+"""Rows: modular pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.loaded.row import Row, Says
+from tests.modular import pipelines
+
+NO_NEGATIVE = Says("takes no negative prompt")
+
+
+def _run(name: str) -> Any:
+    return lambda pipe, **overrides: pipelines.run(pipe, name)
+
+
+ROWS = (Row("`ModularPipeline`", lambda: pipelines.build("flux"), {"guidance": NO_NEGATIVE}, "flux", _run("flux")),)
