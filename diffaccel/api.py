@@ -9,14 +9,18 @@ restore(pipe)                            # as if nothing had happened
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar, overload
 
 from .core.compat import host_edit
+from .core.unloaded import planning
 from .errors import InvalidOptionError
 from .handle import Acceleration, handle_of, undress
 from .ledger.hardware import Hardware
 from .pipeline import dress
 from .planner import presets as _presets
+from .planner.blueprint import pipeline_of
 from .planner.options import LEVEL, Budget
 from .planner.plan import Plan
 from .planner.presets.fitting import elsewhere
@@ -98,7 +102,7 @@ def attach(pipe: P) -> P:
 
 
 def plan(
-    pipe: object,
+    pipe: object | str | Path,
     preset: str | Plan | None = "auto",
     *,
     level: str | None = None,
@@ -107,8 +111,16 @@ def plan(
     strict: bool = False,
     **overrides: object,
 ) -> Plan:
-    """The decision `accelerate` would make with the same arguments; touches nothing."""
-    return resolve(pipe, preset, budget, hardware, strict, _with_level(level, overrides)).plan
+    """The decision `accelerate` would make with the same arguments; touches nothing.
+
+    `pipe` may also be what has no weights yet: a pipeline on meta, the name of a model that the ledger knows
+    ("flux.1-dev"), or a folder of a pipeline's configs.
+    """
+    found, origin = (pipe, "") if not isinstance(pipe, (str, Path)) else pipeline_of(pipe)
+    wishes = _with_level(level, overrides)
+    with planning():
+        decided = resolve(found, preset, budget, hardware, strict, wishes, weights=False).plan
+    return replace(decided, model=origin) if origin else decided
 
 
 def _with_level(level: str | None, overrides: dict[str, object]) -> dict[str, object]:

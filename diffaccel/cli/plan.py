@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..errors import unknown
+from ..ledger.models import knows
+from ..ledger.models import names as model_names
+from ..planner.presets import known
+from ..planner.presets import names as preset_names
 from . import hush_libraries
+
+TESTBED = "the bundled testbed, not your model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("preset", nargs="?", default="auto", metavar="PRESET", help="preset name or TOML file (auto)")
-    add("--model", type=Path, metavar="FOLDER", help="a diffusers pipeline on this machine (the bundled testbed)")
+    add("model", nargs="?", metavar="MODEL", help="a bundled model, or a folder with or without weights (the testbed)")
+    add("--preset", default="auto", metavar="PRESET", help="preset name or TOML file (auto)")
+    add("--model", type=Path, dest="folder", metavar="FOLDER", help=argparse.SUPPRESS)  # as it was before MODEL
     add("--hardware", metavar="NAME", help="plan for this machine, e.g. 4090 or cpu (the one here)")
     add("--level", metavar="NAME", help="careful, balanced or fast (the preset's, else balanced)")
     form = parser.add_mutually_exclusive_group()
@@ -25,8 +35,18 @@ def run(args: argparse.Namespace) -> int:
     hush_libraries()
     from diffaccel import plan, testbed
 
-    pipe = testbed.load("image") if args.model is None else _load(args.model)
-    decided = plan(pipe, args.preset, hardware=args.hardware, level=args.level)
+    model, preset = args.folder or args.model, args.preset
+    named = args.model is not None and (args.model == "auto" or known(args.model) or args.model.endswith(".toml"))
+    if named:  # `diffaccel plan PRESET --model FOLDER`, as it was
+        model, preset = args.folder, args.model
+        hint = f"diffaccel: {args.model!r} is a preset: write `diffaccel plan MODEL --preset {args.model}`"
+        print(hint, file=sys.stderr)
+    if model is None:
+        decided = replace(plan(testbed.load("image"), preset, hardware=args.hardware, level=args.level), model=TESTBED)
+    else:
+        found = _load(model)
+        decided = plan(found, preset, hardware=args.hardware, level=args.level)
+        decided = decided if decided.model else replace(decided, model=Path(model).resolve().name)
     if args.json:
         print(json.dumps(decided.to_dict(), indent=2, allow_nan=False))
     else:
@@ -34,7 +54,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(folder: Path) -> Any:
+def _load(model: Path | str) -> Any:
+    """The pipeline in a folder, if its weights are there; else the folder or name as it is."""
+    folder = Path(model)
+    if not folder.is_dir():
+        if isinstance(model, Path):
+            raise FileNotFoundError(f"no diffusers pipeline in {folder} (no model_index.json there)")
+        if not knows(model):
+            raise unknown("model or preset", model, (*model_names(), *preset_names()))
+        return model
+    if not any(folder.glob("*/*.safetensors")) and not any(folder.glob("*/*.bin")):
+        return folder
     from diffusers import DiffusionPipeline
 
     if not (folder / "model_index.json").is_file():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..core.compat import host_edit
+from ..core.unloaded import judged_by_shape
 from ..errors import IncompatibleError
 from ..models.quantizers import WITH_STATE, following_state, moving_state, unknown_state
 
@@ -143,7 +144,7 @@ def _immovable(tensor: torch.Tensor) -> str:
         return f"a {str(tensor.layout).removeprefix('torch.')} {kind.__name__} is not plain memory"
     if tensor.is_inference():
         return "made under torch.inference_mode(), hence fixed to its memory: load the model outside of it"
-    if tensor.device.type == "meta":
+    if tensor.device.type == "meta" and not judged_by_shape():
         return "on the meta device: no weights are loaded"
     return ""
 

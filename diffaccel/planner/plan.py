@@ -53,6 +53,7 @@ FORM = {
     "family": toml.TEXT,
     "hardware": toml.TEXT,
     "level": toml.TEXT,
+    "model": toml.TEXT,
     "items": toml.LIST,
     "budget": toml.TABLE,
     "notes": toml.LIST,
@@ -81,6 +82,7 @@ class PlanTable(TypedDict, total=False):
     family: str
     hardware: str
     level: str | None
+    model: str
     items: Sequence[Mapping[str, object]]
     budget: BudgetTable
     notes: Sequence[str]
@@ -89,7 +91,7 @@ class PlanTable(TypedDict, total=False):
 @dataclass(frozen=True)
 class Plan:
     """A decision for one pipeline on one machine. `level` is the dial's, None where no number that is in force comes
-    from it."""
+    from it. `model`: what it was planned for, where that was not live."""
 
     preset: str
     pipeline: str
@@ -99,6 +101,7 @@ class Plan:
     budget: Budget = field(default_factory=Budget)
     notes: tuple[str, ...] = ()
     level: str | None = None
+    model: str = ""
 
     def __post_init__(self) -> None:
         if self.level is not None and self.level not in LEVELS:
@@ -202,7 +205,8 @@ class Plan:
     def __str__(self) -> str:
         rows = self.rows()
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-        title = f"diffaccel plan: {self._title()}"
+        model = f"{self.model}: " if self.model else ""
+        title = f"diffaccel plan: {model}{self._title()}"
         lines = [title] + [
             "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False)) + "  " + row[-1]
             for row in rows

@@ -178,9 +178,10 @@ def resolve(
     strict: bool,
     overrides: Mapping[str, object],
     known: Mapping[str, Judged] | None = None,
+    weights: bool = True,
 ) -> Decision:
     """Decide what is on. With `strict`, anything that cannot act raises instead of being skipped. `known` are places
-    that were judged before, on the same pipeline, and are as they were."""
+    that were judged before, on the same pipeline, and are as they were. Without `weights`, modules may be on meta."""
     strict = confirm("strict", strict, BOOLEAN, GOT)
     preset = _plan_in_file(preset)
     base, wishes = gather(preset, overrides)
@@ -191,7 +192,7 @@ def resolve(
         )
     if budget is None:
         budget = preset.budget if isinstance(preset, Plan) else Budget(fidelity=base.fidelity or "lossy")
-    pipe = require_pipeline(pipe)
+    pipe = require_pipeline(pipe, weights)
     target = Target(pipe, lookup(pipe), choose_hardware(pipe, hardware))
     if base.families is not None and target.spec.family not in base.families:
         raise UnsupportedModelError(

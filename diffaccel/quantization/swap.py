@@ -13,6 +13,7 @@ from ..core.accelerator import Target
 from ..core.chain import compiled_body
 from ..core.compat import CASTING, GROUP_OFFLOAD, REGISTRY, copies_held
 from ..core.hooked_forward import HF_HOOK
+from ..core.unloaded import judged_by_shape
 from ..core.wrappers import own_modules, sharded
 from ..errors import UnsupportedModelError
 from ..models.fusions import FUSED
@@ -35,9 +36,9 @@ HOLDING_HOOKS = {
 
 
 def on_meta(module: nn.Module, name: str) -> bool:
-    """Is the weight of a layer a stand-in without bytes?"""
+    """Is the weight of a layer a stand-in without bytes, where bytes are wanted?"""
     weight = module.get_submodule(name)._parameters.get("weight")
-    return weight is not None and weight.device.type == "meta"
+    return weight is not None and weight.device.type == "meta" and not judged_by_shape()
 
 
 def taken_away(layer: nn.Module) -> bool:
@@ -46,7 +47,7 @@ def taken_away(layer: nn.Module) -> bool:
     hooks = getattr(hook, "hooks", (hook,))
     tensors = itertools.chain(layer._parameters.values(), layer._buffers.values())
     return any(getattr(one, "offload", False) for one in hooks) or any(
-        tensor is not None and tensor.device.type == "meta" for tensor in tensors
+        tensor is not None and tensor.device.type == "meta" and not judged_by_shape() for tensor in tensors
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from diffaccel import Plan, plan, testbed
 from diffaccel.cli import main
-from diffaccel.cli.plan import _load
+from diffaccel.cli.plan import TESTBED, _load
 from tests import tiny
 
 
@@ -25,10 +26,15 @@ def untrained_testbed(monkeypatch, pipe):
 
 @pytest.mark.parametrize(
     ("words", "preset", "hardware"),
-    [([], "auto", None), (["cpu-demo"], "cpu-demo", None), (["auto", "--hardware", "4090"], "auto", "4090")],
+    [
+        ([], "auto", None),
+        (["--preset", "cpu-demo"], "cpu-demo", None),
+        (["cpu-demo"], "cpu-demo", None),
+        (["auto", "--hardware", "4090"], "auto", "4090"),
+    ],
 )
 def test_all_three_forms_are_the_library_plan(words, preset, hardware, pipe, capsys):
-    expected = plan(pipe, preset, hardware=hardware)
+    expected = replace(plan(pipe, preset, hardware=hardware), model=TESTBED)
     assert main(["plan", *words]) == 0
     assert capsys.readouterr().out == f"{expected}\n"
     assert main(["plan", *words, "--json"]) == 0
@@ -40,7 +46,18 @@ def test_all_three_forms_are_the_library_plan(words, preset, hardware, pipe, cap
 def test_a_model_folder_is_loaded(pipe, tmp_path, capsys):
     pipe.save_pretrained(tmp_path)
     assert main(["plan", "cpu-demo", "--model", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["pipeline"] == "FluxPipeline"
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["pipeline"] == "FluxPipeline"
+    assert captured.err == "diffaccel: 'cpu-demo' is a preset: write `diffaccel plan MODEL --preset cpu-demo`\n"
+    assert main(["plan", str(tmp_path), "--preset", "cpu-demo"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"diffaccel plan: {tmp_path.name}: FluxPipeline (flux)") and captured.err == ""
+
+
+def test_a_model_without_weights(capsys):
+    assert main(["plan", "flux.1-dev", "--hardware", "4090"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("diffaccel plan: flux.1-dev (bundled config, no weights): FluxPipeline (flux), 4090 24 GiB")
 
 
 def test_the_pipeline_is_not_touched(pipe, capsys):
