@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import UnsupportedModelError
+from ..ledger.closed.shape import Config
 from ..ledger.models import Model, resolve
+
+if TYPE_CHECKING:
+    from ..core.protocols import Pipeline
 
 # Pipelines of the bundled models by the class of their denoiser; where models of one class have several, by name.
 _PIPELINES: dict[str, str] = {
@@ -38,7 +42,7 @@ _SCHEDULERS = {
 }
 
 
-def pipeline_of(model: str | Path | Model) -> tuple[Any, str]:
+def pipeline_of(model: str | Path | Model) -> tuple[Pipeline, str]:
     """(pipeline of a bundled model or of a folder of configs, all modules on meta in bf16; what it was made of).
 
     Tokenizers and guidance parts that no config describes are None; the scheduler has its class's defaults.
@@ -52,18 +56,18 @@ def pipeline_of(model: str | Path | Model) -> tuple[Any, str]:
     kind = getattr(diffusers, name)
     scheduler = getattr(diffusers, _SCHEDULERS.get(name, "FlowMatchEulerDiscreteScheduler"))()
     part = "unet" if found.denoiser.startswith("UNet") else "transformer"
-    made: dict[str, Any] = {"scheduler": scheduler, "vae": _on_meta(found.vae, found.vae_config)}
+    made: dict[str, object] = {"scheduler": scheduler, "vae": _on_meta(found.vae, found.vae_config)}
     for number in range(found.experts):
         made[part + (f"_{number + 1}" if number else "")] = _on_meta(found.denoiser, found.config)
     for number, encoder in enumerate(found.encoders):
-        made["text_encoder" + (f"_{number + 1}" if number else "")] = _encoder(encoder.kind, dict(encoder.config))
+        made["text_encoder" + (f"_{number + 1}" if number else "")] = _encoder(encoder.kind, encoder.config)
     wanted = inspect.signature(kind.__init__).parameters
     empty = {key: None for key, row in wanted.items() if key != "self" and row.default is inspect.Parameter.empty}
-    pipe = kind(**empty | {key: module for key, module in made.items() if key in wanted})
+    pipe: Pipeline = kind(**empty | {key: module for key, module in made.items() if key in wanted})
     return pipe, f"{found.name} ({found.origin}, no weights)"
 
 
-def _on_meta(kind: str, config: dict[str, Any] | Any) -> torch.nn.Module:
+def _on_meta(kind: str, config: Config) -> torch.nn.Module:
     import diffusers
 
     with torch.device("meta"):
@@ -71,7 +75,7 @@ def _on_meta(kind: str, config: dict[str, Any] | Any) -> torch.nn.Module:
     return torch.nn.Module.to(module, torch.bfloat16).eval()
 
 
-def _encoder(kind: str, config: dict[str, Any]) -> torch.nn.Module:
+def _encoder(kind: str, config: Config) -> torch.nn.Module:
     import transformers
 
     made = getattr(transformers, kind)
