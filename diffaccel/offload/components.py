@@ -10,7 +10,7 @@ import torch
 from ..core.compat import unwrap_module
 from ..errors import InvalidOptionError
 from ..models.spec import ModelSpec
-from .packing import pack, tensors_of
+from .packing import address, pack, tensors_of
 from .stage.peak import Component
 from .stage.residency import Group
 
@@ -57,7 +57,7 @@ def sharing(pipe: Pipeline, keep: Collection[str] = ()) -> list[list[tuple[str, 
     made: list[tuple[list[tuple[str, torch.nn.Module]], set[tuple[str, int]]]] = []
     for name, module in modules_of(pipe):
         # By where each tensor begins: weights that were loaded lazily may lie in one mapped file and yet be apart.
-        mine = {(str(t.device), t.data_ptr()) for _, t in tensors_of(unwrap_module(module))}
+        mine = {(str(t.device), address(t)) for _, t in tensors_of(unwrap_module(module))}
         shared = [group for group in made if group[1] & mine]
         made = [group for group in made if not group[1] & mine]
         members = [member for group in shared for member in group[0]] + [(name, module)]

@@ -149,10 +149,17 @@ def _immovable(tensor: torch.Tensor) -> str:
     return ""
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Where a tensor begins. On meta, nowhere: each storage is then taken to lie far from all others."""
+    if tensor.device.type != "meta":
+        return tensor.data_ptr()
+    return (tensor.untyped_storage()._cdata << 48) + tensor.storage_offset() * tensor.element_size()
+
+
 def span(tensor: torch.Tensor) -> tuple[int, int]:
     """(first byte, byte after the last) that a strided tensor refers to."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
+    begin = address(tensor)
     return begin, begin + (steps + 1) * tensor.element_size()
 
 
