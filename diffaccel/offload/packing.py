@@ -153,7 +153,8 @@ def address(tensor: torch.Tensor) -> int:
     """Where a tensor begins. On meta, nowhere: each storage is then taken to lie far from all others."""
     if tensor.device.type != "meta":
         return tensor.data_ptr()
-    return (tensor.untyped_storage()._cdata << 48) + tensor.storage_offset() * tensor.element_size()
+    storage: int = tensor.untyped_storage()._cdata
+    return (storage << 48) + tensor.storage_offset() * tensor.element_size()
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
