@@ -154,7 +154,7 @@ def address(tensor: torch.Tensor) -> int:
     if tensor.device.type != "meta":
         return tensor.data_ptr()
     storage: int = tensor.untyped_storage()._cdata
-    return (storage << 48) + tensor.storage_offset() * tensor.element_size()
+    return (storage << 48) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
