@@ -18,7 +18,8 @@ import torch
 from ..core.compat import leaves
 from ..core.state import PerRun
 from ..extrapolation.forecast import Sample
-from ..extrapolation.step_control import Levels, StepControl, Track, forecast, interpolated, misses
+from ..extrapolation.step_control import Levels, StepControl, Track, forecast, interpolated
+from ..extrapolation.step_control import misses as misses_of
 from .fidelity import TABLE, Fit
 from .grouped import GroupedPolicy
 from .levels import levels_of, why_not
@@ -210,7 +211,7 @@ class Controller:
         alone = self.hits if self.rules.per_sample and len(self.hits) == len(tracks) else (False,) * len(tracks)
         skips = [reused or hit for hit in alone]
         given, said = sample, output
-        found = self._misses(control, tracks, output, places, skips, index)
+        found = self.misses(control, tracks, output, places, skips, index)
         if not all(skips):
             self._watch_time(max(track.done for track in tracks))
             control = self._control(state.noise)
@@ -257,7 +258,7 @@ class Controller:
             "bound_db": [round(fit.bound_db(price), 1) for price in prices],
         }
 
-    def _misses(
+    def misses(
         self,
         control: StepControl,
         tracks: Sequence[Track],
@@ -273,7 +274,7 @@ class Controller:
         if not wanted:
             return found
         rows = [
-            misses(tracks[unit].history, Sample(self.levels.at[index], (output[places[unit]],)), control.orders)
+            misses_of(tracks[unit].history, Sample(self.levels.at[index], (output[places[unit]],)), control.orders)
             for unit in wanted
         ]
         errors = torch.stack(rows)
@@ -339,10 +340,21 @@ def _with_rows(whole: torch.Tensor, rows: slice, part: torch.Tensor) -> torch.Te
 def held(state: Steering) -> int:
     """Bytes of the tensors that a run's control refers to, each storage counted once."""
     sizes: dict[int, int] = {}
-    tensors = [sample.values[0] for track in state.tracks for sample in track.history]
-    for trail in state.trails:
-        tensors += leaves([trail.state, [(skipped.call, skipped.edit) for skipped in trail.steps]])[0]
-    for tensor in tensors:
+    for tensor in _tensors(state):
         storage = tensor.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+def _tensors(state: Steering) -> list[torch.Tensor]:
+    """All of them, in loops that call nothing: this runs at every step."""
+    found: list[Any] = []
+    for track in state.tracks:
+        for sample in track.history:
+            found.append(sample.values[0])
+    for trail in state.trails:
+        for value in trail.state.values():
+            found.extend(value if type(value) is list else (value,))
+        for skipped in trail.steps:
+            found.extend((*skipped.call[0], *skipped.call[1].values(), skipped.edit))
+    return [value for value in found if isinstance(value, torch.Tensor)]

@@ -25,6 +25,9 @@ from diffaccel.caching.guards import Guards
 from diffaccel.caching.policy import Policy
 from diffaccel.caching.scopes.denoiser import Denoiser
 from diffaccel.caching.scopes.stack import Stack
+from diffaccel.caching.steering import Controller, StepRules
+from diffaccel.extrapolation.forecast import Sample
+from diffaccel.extrapolation.step_control import Levels, StepControl
 from tests.caching.scripted import Driven, Scripted, drive, halves
 
 STEPS = 10
@@ -64,19 +67,36 @@ def run(name: str, rank: int, group: Any) -> Driven:
     return drive(model, torch.zeros_like(values), recipe)
 
 
+def steered(rank: int, group: Any) -> list[bool]:
+    """One loop of step control on this member's values, by the controller that pipelines have."""
+    values, marks = series(rank), [False]
+    controller = Controller("steered", StepRules(0.005, process_group=group))
+    controller.levels = Levels(tuple(1 - i / STEPS for i in range(STEPS)), (1 / STEPS,) * STEPS)
+    control = StepControl(0.005)
+    track = control.begin(Sample(1.0, (values[0],)), 0)
+    for index in range(1, STEPS):
+        marks.append(index < track.upto)
+        if not marks[-1]:
+            found = controller.misses(control, [track], values[index], [slice(None)], [False], index)
+            now = Sample(controller.levels.at[index], (values[index],))
+            track = control.advance(track, now, index, controller.levels, found[0])
+    return marks
+
+
 def main(rank: int, world: int, store: str) -> None:
     """Alone, then together."""
-    alone = {name: run(name, rank, None).hits for name in RECIPES}
+    alone = {name: run(name, rank, None).hits for name in RECIPES} | {"adaptive": steered(rank, None)}
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=240)
     )
     together = {name: run(name, rank, dist.group.WORLD) for name in RECIPES}
+    together_steered = steered(rank, dist.group.WORLD)
     dist.destroy_process_group()
     print(
         json.dumps(
             {
                 "alone": alone,
-                "together": {name: done.hits for name, done in together.items()},
+                "together": {name: done.hits for name, done in together.items()} | {"adaptive": together_steered},
                 "gates": {name: done.gates for name, done in together.items()},
             }
         )
