@@ -1,17 +1,12 @@
-"""Rows of docs/loading.md: hooks of accelerate and diffusers that came before or after, device maps, single files."""
+"""Rows of docs/loading.md: pipelines with a device map."""
 
 from __future__ import annotations
 
 import tempfile
 from typing import Any
 
-import torch
-
 from tests import tiny
-from tests.loaded.row import Row, Says
-from tests.loaded.wrapped import of
-
-CPU = torch.device("cpu")
+from tests.loaded.row import Row
 
 
 def mapped() -> Any:
@@ -22,62 +17,4 @@ def mapped() -> Any:
         return type(pipe).from_pretrained(folder, device_map="cpu")
 
 
-def model_offload(pipe: Any) -> Any:
-    """What `enable_model_cpu_offload` puts on (it asks for a GPU itself)."""
-    from accelerate import cpu_offload_with_hook
-
-    hook = None
-    for name in ("text_encoder", "text_encoder_2", "transformer", "vae"):
-        _, hook = cpu_offload_with_hook(getattr(pipe, name), "cpu", prev_module_hook=hook)
-    return pipe
-
-
-def sequential_offload(pipe: Any) -> Any:
-    """What `enable_sequential_cpu_offload` puts on (it asks for a GPU itself)."""
-    from accelerate import cpu_offload
-
-    for name in ("text_encoder", "text_encoder_2", "transformer", "vae"):
-        cpu_offload(getattr(pipe, name), CPU, offload_buffers=True)
-    return pipe
-
-
-def group_offload(pipe: Any) -> Any:
-    pipe.transformer.enable_group_offload(CPU, CPU, "block_level", num_blocks_per_group=1)
-    return pipe
-
-
-def casting(pipe: Any) -> Any:
-    pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
-    return pipe
-
-
-def single_file() -> Any:
-    """Wan from one file under its authors' names of tensors."""
-    from tests.loaded.single import wan
-
-    return wan()
-
-
-ACCELERATE = "accelerate's offload (enable_model_cpu_offload, enable_sequential_cpu_offload or a device_map)"
-GROUP = "diffusers' group offload (enable_group_offload)"
-
-
-def moved_by(who: str) -> dict[str, Says]:
-    return {
-        "layerwise": Says(f"{who}, on transformer, moves the same weights"),
-        "stage": Says(f"is moved by {who} already"),
-    }
-
-
-HELD_GROUP = Says("diffusers' group offload holds the model's weights: quantize first, then offload")
-CAST = Says("diffusers' layerwise casting stores the weights without scales: load the model without it")
-AWAY = Says("is away: accelerate's offload")
-THREE = ("fp8", "int8", "svdquant")
-ROWS = (
-    Row('`device_map="cpu"`', mapped),
-    Row("model offload, before", of(model_offload), moved_by(ACCELERATE)),
-    Row("sequential offload, before", of(sequential_offload),
-        {**moved_by(ACCELERATE), **dict.fromkeys((*THREE, "lora"), AWAY)}, renewed=True),
-    Row("group offload, before", of(group_offload), {**moved_by(GROUP), **dict.fromkeys(THREE, HELD_GROUP)}),
-    Row("layerwise casting, before", of(casting), dict.fromkeys(THREE, CAST)),
-)  # fmt: skip
+ROWS = (Row('`device_map="cpu"`', mapped),)

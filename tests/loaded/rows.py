@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from tests.loaded import modular, quantized
+from tests.loaded import hooked, modular, quantized, wrapped
 from tests.loaded.row import Row
 
 GROUPS: dict[str, tuple[Row, ...]] = {
     "Weights, as they came": quantized.ROWS,
     "Modular pipelines": modular.ROWS,
+    "Wrapped denoisers": wrapped.ROWS,
+    "Device maps": hooked.ROWS,
 }
 ROWS = tuple(row for rows in GROUPS.values() for row in rows)

@@ -119,21 +119,11 @@ SHARDED = {
     "layerwise": Says("FSDP (whose shards are gathered for each call), on transformer, moves the same weights"),
     "stage": Says("is moved by FSDP (whose shards are gathered for each call)"),
 }
-WHOLE = {
-    "compile": Says("is compiled as a whole already (torch.compile)"),
-    "layerwise": Says("is compiled as a whole (torch.compile): its weights are read inside of one graph"),
-}
-BLOCKS = {"compile": Says("blocks are compiled already (not by diffaccel), and stay so")}
-PROCESS = "one process, so that no shard lies elsewhere; two processes share decisions in tests/caching."
+PROCESS = "one process, so that no shard lies elsewhere; members of several decide alike."
 ROWS = (
     Row("`transformer.add_adapter`", of(adapter), {"lora": Says("has LoRAs that were loaded by diffusers")}),
     Row("`get_peft_model`", of(peft), {"lora": Says("is wrapped by peft (get_peft_model)")}),
     Row("`DataParallel`, one device", of(parallel)),
     Row("FSDP 1, `FullyShardedDataParallel`", of(sharded_whole),
         {**SHARDED, "lora": Says("is cut into shards by FSDP (FullyShardedDataParallel)")}, remark=PROCESS),
-    Row("FSDP 2, `fully_shard`", of(sharded_in_place), SHARDED, remark=PROCESS),
-    Row("`torch.compile(transformer)`", of(compiled), WHOLE),
-    Row("`transformer.compile()`", of(compiled_in_place), WHOLE),
-    Row("`compile_repeated_blocks()`", of(repeated), BLOCKS),
-    Row("`torch.compile` of each block", of(compiled_blocks), BLOCKS),
 )  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from diffaccel.core.wrappers import own_modules
+
 LAYERS: dict[str, Sequence[str]] = {
     "flux": ("attn.to_q", "attn.to_v", "attn.add_k_proj", "ff.net.0.proj", "proj_mlp", "proj_out"),
     "wan": ("attn1.to_q", "attn1.to_out.0", "attn2.to_k", "ffn.net.2"),
@@ -22,7 +24,7 @@ def state_dict(
     generator = torch.Generator().manual_seed(seed)
     component = component or ("unet" if family == "sdxl" else "transformer")
     made = {}
-    for name, module in getattr(pipe, component).named_modules():
+    for name, module in own_modules(getattr(pipe, component)).items():
         if (
             isinstance(getattr(module, "in_features", None), int)
             and name.endswith(tuple(LAYERS[family]))
