@@ -213,7 +213,7 @@ class Controller:
         given, said = sample, output
         found = self.misses(control, tracks, output, places, skips, index)
         if not all(skips):
-            self._watch_time(max(track.done for track in tracks))
+            self._watch_time(max(track.done for track in tracks), output.device)
             control = self._control(state.noise)
         for unit, rows in enumerate(places):
             if skips[unit]:
@@ -236,7 +236,7 @@ class Controller:
         self._keep(run, state._replace(tracks=tuple(tracks), trails=tuple(trails)))
         return made
 
-    def _watch_time(self, done: int) -> None:
+    def _watch_time(self, done: int, device: torch.device) -> None:
         """A step was computed and waited for: how many more fit into `max_seconds`, at what the quickest one took?"""
         if self.rules.max_seconds is None:
             return
@@ -245,6 +245,10 @@ class Controller:
             self.pace = min(self.pace, now - self.ticks)
             left = int((self.rules.max_seconds - (now - self.began)) / self.pace)
             fits = done + 1 + max(left, 1)  # the last step is computed in any case
+            if self.rules.process_group is not None:  # clocks differ, and decisions must not
+                least = torch.tensor(fits, device=device)
+                torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=self.rules.process_group)
+                fits = int(least)
             self.most = fits if self.rules.max_steps is None else min(fits, self.rules.max_steps)
         self.ticks = now
 
