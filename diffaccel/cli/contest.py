@@ -9,7 +9,7 @@ from typing import Any
 from .rounds import PLAIN, Strength, measure
 
 # Thresholds of diffusers' cache that are tried, on one prompt, for one that computes about as many steps as a level.
-THRESHOLDS = (0.03, 0.045, 0.065, 0.1, 0.15, 0.22, 0.33, 0.5)
+THRESHOLDS = (0.04, 0.06, 0.08, 0.1, 0.115, 0.13, 0.15, 0.2, 0.28, 0.4)
 FEWER, PEER = "{level}: fewer steps", "{level}: diffusers"
 
 
