@@ -54,7 +54,7 @@ def test_the_decoder_gives_back_what_the_encoder_saw(pipe):
 @pytest.mark.slow  # runs of 28 and of 112 steps; the figure is in figures.json, which the next test reads
 def test_the_trajectory_is_curved(pipe):
     mean, _ = evaluate.smoothness(pipe, 4, (64, 64))
-    assert mean <= 42.0
+    assert mean <= 43.0  # of 16 prompts it is 41.4, of the first four 41.9
 
 
 def test_the_stated_figures_are_those_of_a_finished_training():
