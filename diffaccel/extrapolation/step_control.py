@@ -150,14 +150,17 @@ class StepControl:
     def walk(self, index: int, levels: Levels, guess: Guess, room: int) -> tuple[int, float]:
         """(the next step to compute after `index`, what the forecasts up to it are expected to cost).
 
-        The error of a forecast over a distance d is taken to be error * (d / span) ** (order + 1). The last step is
-        computed in any case; the gap is at most `room` steps.
+        The error of a forecast over a distance d is taken to be error * (d / span) ** (order + 1). No single forecast
+        may miss by more than the cube root of the tolerance either: where guidance is strong, early steps cost little
+        by their length and decide what the picture shows. The last step is computed in any case; the gap is at most
+        `room` steps.
         """
         spent, step, last = 0.0, index + 1, len(levels.cost) - 1
         while step < last and step - index < room:
             reach = abs(levels.at[step] - levels.at[index]) / guess.span
-            more = levels.cost[step] * guess.error * reach ** (guess.order + 1)
-            if spent + more > self.tolerance:
+            miss = guess.error * reach ** (guess.order + 1)
+            more = levels.cost[step] * miss
+            if spent + more > self.tolerance or miss > self.tolerance ** (1 / 3):
                 break
             spent += more
             step += 1
