@@ -15,6 +15,7 @@ COVERED: dict[str, Any] = {"cache_min_steps": 0, "cache_last_steps": 0}
 # Options with which every method reuses some of five steps; numbers that are calibrated per model are made up.
 OPTIONS: dict[str, dict[str, Any]] = {
     "adacache": {"cache_codebook": {1e9: 3}},
+    "adaptive": {"cache_tolerance": 1e9},
     "custom": {"cache_gate": ProbeGate(1e9, tested=True), "cache_scope": Stack(1), "cache_max_consecutive": 1},
     "dbcache": {"cache_threshold": 1.0, "cache_front_blocks": 1, "cache_warmup_steps": 1},
     "delta_dit": {"cache_interval": 2},
@@ -47,7 +48,7 @@ ASIDE: dict[tuple[str, str], str] = {
 
 
 # What acts on blocks from outside is not in the way of caches of the whole output.
-WHOLE = ("easycache", "schedule", "taylorseer")
+WHOLE = ("adaptive", "easycache", "schedule", "taylorseer")
 # Families whose second call of a loop is told something else than the first (stored keys and values).
 SECOND_ANEW = ("flux2_klein_kv",)
 
