@@ -23,6 +23,7 @@ FLOOR = 1e-6  # relative errors below are not believed
 GROWTH = 2  # a gap is at most so many times as long as the one before it: one lucky estimate opens no abyss
 AHEAD, LEAST = 3, 0.1  # see `StepControl.thrifty`
 SHARE = 0.28  # of a loop's steps, the longest gap unless told
+KEPT_SHARE = 0.5  # where a promise about the picture steers instead
 
 
 class Track(NamedTuple):
@@ -179,7 +180,8 @@ class StepControl:
     def room(self, index: int, levels: Levels, before: int, left: int | None) -> int:
         """The longest gap allowed after one of `before` steps, with `left` computed steps to go (None: any number)."""
         count = len(levels.cost)
-        most = min(self.max_gap or max(2, round(SHARE * count)), GROWTH * before)
+        share = KEPT_SHARE if self.kept else SHARE
+        most = min(self.max_gap or max(2, round(share * count)), GROWTH * before)
         return most if left is None else max(most, math.ceil((count - 1 - index) / max(left, 1)))
 
     def fitted(self, index: int, levels: Levels, guesses: Sequence[Guess], before: int, left: int) -> StepControl:
