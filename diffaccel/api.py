@@ -20,7 +20,6 @@ from .handle import Acceleration, handle_of, undress
 from .ledger.hardware import Hardware
 from .pipeline import dress
 from .planner import presets as _presets
-from .planner.blueprint import pipeline_of
 from .planner.options import LEVEL, Budget
 from .planner.plan import Plan
 from .planner.presets.fitting import elsewhere
@@ -116,7 +115,11 @@ def plan(
     `pipe` may also be what has no weights yet: a pipeline on meta, the name of a model that the ledger knows
     ("flux.1-dev"), or a folder of a pipeline's configs.
     """
-    found, origin = (pipe, "") if not isinstance(pipe, (str, Path)) else pipeline_of(pipe)
+    found, origin = pipe, ""
+    if isinstance(pipe, (str, Path)):
+        from .planner.blueprint import pipeline_of  # brings the ledger's closed forms along
+
+        found, origin = pipeline_of(pipe)
     wishes = _with_level(level, overrides)
     with planning():
         decided = resolve(found, preset, budget, hardware, strict, wishes, weights=False).plan

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
 
@@ -40,8 +40,10 @@ from .gates.base import AT_ROOT, INPUT, OUTPUT, SAMPLER
 from .grouped import GroupedPolicy
 from .observe import Observer
 from .policy import ALL, Policy, bytes_held, cut_tokens, forecast_error, new_memory
-from .steering import Controller, StepRules
 from .step import Step
+
+if TYPE_CHECKING:
+    from .steering import Controller, StepRules
 
 BRANCHES = ("each", "first")
 
@@ -102,7 +104,7 @@ class CacheRecipe:
         float32: remember tensors in float32 rather than in the model's own dtype.
         process_group: members that must decide alike (`torch.distributed`); None for this process alone.
         per_sample: every sample of a batch decides for itself (`grouped.GroupedPolicy`).
-        steps: how the run is controlled at the sampler, for a gate that looks there (`steering.Controller`).
+        steps: how the run is led at the sampler, for a gate that looks there (`steering.Controller`).
     """
 
     policy: Policy
@@ -179,9 +181,9 @@ class Engine(Listener):
         if not self.at_root:
             self.deciding = True
         elif self.steered:
-            assert isinstance(run.sampler, Controller)
-            self.decide(run.sampler.reuses(call, rows_of(form), branch.told))
-            run.sampler.hear(branch.policy, branch.memory)
+            led = cast("Controller", run.sampler)
+            self.decide(led.reuses(call, rows_of(form), branch.told))
+            led.hear(branch.policy, branch.memory)
         elif branch.foreseen is None:
             self.decide(branch.observer.at_root(main, call.step))
         else:
@@ -195,7 +197,7 @@ class Engine(Listener):
 
     def _stands_down(self, run: Run) -> bool:
         reason = self.displaced() or why_loop_stands_down(self.recipe.policy, run)
-        reason = reason or (run.sampler.why_not(run) if isinstance(run.sampler, Controller) else None)
+        reason = reason or (cast("Controller", run.sampler).why_not(run) if self.steered else None)
         if reason is not None:
             run.note(f"{self.name} stood down: {reason}")
         return reason is not None
@@ -373,14 +375,12 @@ class Engine(Listener):
             self.branch = self.call = self.main = self.seen = None
             self.deciding = self.computing = False
 
-    # ---- life ------------------------------------------------------------------------------------------
-
     def will_compute(self, run: Run, step: int, component: str, branch: str) -> bool | None:
         """Is the scope computed in that call? None where only the call itself can tell."""
         if self.asked == (run, run.loop) and self.sits_out:
             return True
-        if self.steered and isinstance(run.sampler, Controller):
-            return run.sampler.will_compute(run, step)
+        if self.steered:
+            return cast("Controller", run.sampler).will_compute(run, step)
         known = run.state.get(self.name, PerRun()).get((component, branch))
         if known is None or known.foreseen is None or known.loop != run.loop:
             return None

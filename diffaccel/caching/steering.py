@@ -59,6 +59,10 @@ class StepRules:
     per_sample: bool = False
     process_group: Any = None
 
+    def controller(self, name: str) -> Controller:
+        """Whom a run has that is led by these rules; `name` is the lever's."""
+        return Controller(name, self)
+
 
 # Of a denoiser's call: component, branch as the pipeline names it, number of the conditions it was told, rows.
 Who = tuple[str, str, int, int]

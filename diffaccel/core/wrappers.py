@@ -68,9 +68,12 @@ def unwrap_module(module: torch.nn.Module) -> torch.nn.Module:
 
 def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The modules inside of a model by the names they had before any of them (a compiled block) was wrapped."""
+    inside = unwrap_module(module)
+    named = dict(inside.named_modules())  # a wrapper comes before what is inside, which takes its name
+    if not any([_kinds(cls) & {_COMPILED, _FSDP1} for cls in _classes(inside)]):
+        return named
     levels = {path[0] for path in _INSIDE.values() if len(path) == 1 and path[0].startswith("_")}
-    named = unwrap_module(module).named_modules()  # a wrapper comes before what is inside, which takes its name
-    return {".".join(part for part in path.split(".") if part not in levels): child for path, child in named}
+    return {".".join([part for part in path.split(".") if part not in levels]): child for path, child in named.items()}
 
 
 def attributes_of(module: torch.nn.Module) -> torch.nn.Module:
@@ -101,9 +104,15 @@ def peft_wrapped(module: torch.nn.Module) -> bool:
     return any("peft.peft_model.PeftModel" in _kinds(type(wrapper)) for wrapper in wrappers(module))
 
 
+def _classes(module: torch.nn.Module) -> set[type]:
+    """The classes of all modules in it: few, where modules are many (this is asked in every run)."""
+    return set(map(type, module.modules()))
+
+
 def sharded(module: torch.nn.Module) -> torch.nn.Module | None:
     """The first module in it whose parameters FSDP has cut into shards, or None."""
-    return next((child for child in module.modules() if _kinds(type(child)) & {_FSDP1, _FSDP2}), None)
+    cut = [cls for cls in _classes(module) if _kinds(cls) & {_FSDP1, _FSDP2}]
+    return next(child for child in module.modules() if type(child) in cut) if cut else None
 
 
 def shard_group(module: torch.nn.Module) -> ProcessGroup | None:
@@ -120,7 +129,7 @@ def shard_group(module: torch.nn.Module) -> ProcessGroup | None:
 
 def flattened(module: torch.nn.Module) -> bool:
     """Has FSDP 1 put parameters in it into one flat vector, so that layers have none of their own between calls?"""
-    return any(_FSDP1 in _kinds(type(child)) for child in module.modules())
+    return any([_FSDP1 in _kinds(cls) for cls in _classes(module)])
 
 
 def replicated(module: torch.nn.Module) -> str:

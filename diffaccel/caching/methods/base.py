@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -24,7 +24,9 @@ from ..engine import BRANCHES, CacheRecipe, Engine
 from ..guards import Guards
 from ..scopes.denoiser import Denoiser
 from ..scopes.stack import blocks_of
-from ..steering import Controller, StepRules
+
+if TYPE_CHECKING:
+    from ..steering import Controller, StepRules
 
 # The parameters of `StepCache` that are guards.
 GUARDED = ("min_steps", "warmup_steps", "last_steps", "max_consecutive", "max_total", "start", "end", "max_bytes")
@@ -252,7 +254,7 @@ class _Attached:
             return
         run.state[self.name] = PerRun()
         if self.steps is not None:
-            run.sampler = Controller(self.name, self.steps)
+            run.sampler = self.steps.controller(self.name)
         if self.control is not None:
             self.control.begin_run(run, {engine.root.component: engine.module for engine in self.engines})
 
@@ -274,8 +276,8 @@ class _Attached:
     def stats(self, run: Run) -> dict[str, object]:
         """Reused calls / all."""
         more = {} if self.control is None else dict(self.control.stats(run))
-        if isinstance(run.sampler, Controller):
-            more |= run.sampler.stats()
+        if self.steps is not None and run.sampler is not None:
+            more |= cast("Controller", run.sampler).stats()
         return {"hit_rate": round(self._hits(run) / len(run.calls), 4) if run.calls else 0.0, **more}
 
     def _hits(self, run: Run) -> int:
