@@ -21,7 +21,6 @@ from .newton import newton_weights
 DEPTH = 4  # computed outputs that are kept: enough for forecasts and interpolations of order 3
 FLOOR = 1e-6  # relative errors below are not believed
 GROWTH = 2  # a gap is at most so many times as long as the one before it: one lucky estimate opens no abyss
-WORST = 0.4  # relative error of one forecast beyond which fewer steps of the sampler itself do better
 AHEAD, LEAST = 3, 0.1  # see `StepControl.thrifty`
 SHARE = 0.28  # of a loop's steps, the longest gap unless told
 KEPT_SHARE = 0.5  # where a promise about the picture steers instead
@@ -153,14 +152,12 @@ class StepControl:
         """(the next step to compute after `index`, what the forecasts up to it are expected to cost).
 
         The error of a forecast over a distance d is taken to be error * (d / span) ** (order + 1). No single forecast
-        may miss by more than the cube root of the tolerance, or by `WORST`: where guidance is strong, early steps cost
+        may miss by more than the cube root of the tolerance either: where guidance is strong, early steps cost
         little by their length and decide what the picture shows. The last step is computed in any case; the gap is at
         most `room` steps.
         """
         spent, step, last = 0.0, index + 1, len(levels.cost) - 1
         worst = self.tolerance ** (1 / 3)
-        if self.max_steps is None:  # a count that is asked for is kept at any price
-            worst = min(worst, WORST)
         while step < last and step - index < room:
             reach = abs(levels.at[step] - levels.at[index]) / guess.span
             miss = guess.error * reach ** (guess.order + 1)
