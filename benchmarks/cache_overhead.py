@@ -15,7 +15,7 @@ first-block cache, cache-dit (`pip install cache-dit==1.5.3`; named where absent
     never_hit  time of a compared-and-missed forward over a plain one (medians, interleaved runs)
     half_hits  static schedule on alternate steps: ideal seconds over measured ones
 
-Exits 1 where one of ours breaks a limit of the counts: on a compared-and-missed step 20 + 4 per block more calls
+Exits 1 where one of ours breaks a limit of the counts: on a compared-and-missed step 28 + 4 per block more calls
 than plain and 1 sync; no sync with a static schedule; a hit's ops within 5 % of the ideal; no graph in the second
 run; no byte left. Times are judged in the document, but do not decide the exit code: the machine may be busy.
 """
@@ -278,8 +278,8 @@ def half_hits(rounds: int) -> dict[str, Any]:
 def broken(name: str, row: dict[str, Any], variant: Variant, blocks: int) -> list[str]:
     """Limits that one of ours breaks."""
     out = [] if row["as_meant"] else ["it did not miss or hit as it was meant to"]
-    if not variant.hits and row["more_calls_forward"] > 20 + 4 * blocks:
-        out.append(f"{row['more_calls_forward']:g} more Python calls than plain, {20 + 4 * blocks} allowed")
+    if not variant.hits and row["more_calls_forward"] > 28 + 4 * blocks:
+        out.append(f"{row['more_calls_forward']:g} more Python calls than plain, {28 + 4 * blocks} allowed")
     if row["syncs_step"][-1] > (1 if variant.gate else 0):
         out.append(f"{row['syncs_step'][-1]} host syncs in a step")
     if variant.hits and row["ops"] > 1.05 * row["ideal"]["with_gate_and_predictor"] + 0.5:

@@ -35,7 +35,7 @@ def test_the_masks_import_with_torch_alone() -> None:
     packages, ours = loaded(*(f"diffaccel.attention.{name}" for name in MASKS))
     assert not packages & set(FOREIGN)
     rooms = {name.split(".")[1] for name in ours}
-    assert rooms == {"attention", "core", "errors"}
+    assert rooms == {"attention", "core", "errors", "ledger"}  # of the ledger, which floats a machine has
     assert {name for name in ours if ".core." in name} == {"diffaccel.core.options"}, "of core, the checks of options"
 
 

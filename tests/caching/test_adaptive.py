@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffaccel import accelerate, plan, restore
-from diffaccel.errors import DiffaccelError
+from diffaccel.errors import DiffaccelError, InvalidOptionError
 from tests import tiny
 
 STEPS = 12
@@ -244,3 +244,8 @@ def test_max_seconds_leaves_steps_out_whatever_the_tolerance() -> None:
     )
     tiny.run(pipe, "wan", num_inference_steps=STEPS)
     assert len({step.index for step in pipe.acceleration.report.steps if step.computed}) <= 5
+
+
+def test_a_cap_on_bytes_is_refused_by_name() -> None:
+    with pytest.raises(InvalidOptionError, match="max_bytes is not for"):
+        accelerate(tiny.build("wan"), None, **ON, cache_max_bytes=1000)

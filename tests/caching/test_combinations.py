@@ -97,7 +97,8 @@ def test_a_forecast_of_the_output_is_that_of_a_hand_written_loop(order: int) -> 
             output = original(*args, **kwargs)
             kept.append((sigmas[-1], output[0]))
             return output
-        points = kept[-(order + 1) :]
+        young = len(kept) == 2 and order > 0  # the slope of the first two steps alone is not trusted
+        points = kept[1:] if young else kept[-(order + 1) :]
         guess = torch.zeros_like(points[0][1], dtype=torch.float64)
         for i, (at, value) in enumerate(points):  # Lagrange, in float64
             weight = 1.0

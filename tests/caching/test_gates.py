@@ -66,7 +66,7 @@ def test_the_sum_gate_compares_with_the_step_before_and_adds_up() -> None:
 
 def test_a_probe_gate_may_measure_the_forecast_error() -> None:
     line = [ONE * (1 + 0.5 * t) for t in range(8)]
-    assert walk(ProbeGate(0.01, Forecast(1)), line) == [False, False] + [True] * 6, "a line is foretold exactly"
+    assert walk(ProbeGate(0.01, Forecast(1)), line) == [False] * 3 + [True] * 5, "a line is foretold exactly"
     assert not any(walk(ProbeGate(0.01), line)), "order 0 sees only that it moves"
 
 

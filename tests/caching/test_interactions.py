@@ -135,9 +135,10 @@ def test_layers_skipped_for_guidance_are_a_branch_of_their_own(method: str) -> N
     pipe = cached(tiny.build("sd3"), method)
     tiny.run(pipe, "sd3", **call)
     extra = {branch: marks for branch, marks in strip(pipe).items() if branch != "cond_uncond"}
-    assert extra and all(set(marks) == {"C"} for marks in extra.values())
+    whole = method in ("schedule", "easycache")  # caches of the whole output have a memory for the extra call, too
+    assert extra and all((set(marks) == {"C"}) != whole for marks in extra.values())
     with_extra = strip(pipe)["cond_uncond"]
-    assert any("skip_layers" in note for note in pipe.acceleration.report.notes)
+    assert any("skip_layers" in note for note in pipe.acceleration.report.notes) != whole
     tiny.run(pipe, "sd3", output_type="latent")
     assert strip(pipe) == {"cond_uncond": with_extra} and "." in with_extra
 

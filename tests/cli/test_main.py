@@ -35,7 +35,6 @@ def test_every_verb_has_help(verb, capsys):
         ([], "VERB"),
         (["dmeo"], "did you mean 'demo'"),
         (["preset"], "did you mean 'presets'"),
-        (["ledger"], "'ledger' is not in this version"),
         (["demo", "--stepps", "3"], "--stepps"),
         (["demo", "--steps", "0"], "at least 1"),
         (["demo", "--steps", "many"], "many"),

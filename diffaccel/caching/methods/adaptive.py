@@ -67,6 +67,10 @@ class AdaptiveCache(StepCache):
         take(self, whole(3).or_none(), "max_steps", form=GOT)
         take(self, above(0).or_none(), "max_seconds", "min_psnr_db", form=GOT)
         self.fit()
+        if self.max_bytes is not None:
+            raise InvalidOptionError(
+                'max_bytes is not for cache="adaptive": it holds a few latents, whatever the model'
+            )
         if self.branches != "each":
             raise InvalidOptionError('branches="first" is not for cache="adaptive": its branches share one decision')
 
