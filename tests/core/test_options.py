@@ -85,6 +85,7 @@ def numeric_fields():
             for field in fields(config):
                 kind = str(field.type).removesuffix(" | None")
                 known = (config, field.name) in seen or field.name in row.fixed or not field.init
+                known = known or (config.__name__, field.name) == ("AdaptiveCache", "max_bytes")  # refused by name
                 if kind in ("int", "float", "bool") and not known:
                     seen.add((config, field.name))
                     yield pytest.param(config, dict(row.fixed), field, kind, id=f"{config.__name__}-{field.name}")
