@@ -8,6 +8,7 @@ from ..core.place import LAST, Rank
 from ..core.root import RootHook
 from ..models.spec import ModelSpec
 from .engine import CacheRecipe, Engine
+from .gates.base import SAMPLER
 from .observe import cannot_observe
 
 
@@ -17,6 +18,8 @@ def why_unfit(recipe: CacheRecipe, module: torch.nn.Module, spec: ModelSpec) -> 
     hidden = cannot_observe(spec, policy.gate)
     if hidden is not None:
         return hidden
+    if policy.gate.observes == SAMPLER and recipe.steps is None:
+        return f"{type(policy.gate).__name__} is led by step control: use cache='adaptive'"
     if recipe.per_sample and not policy.static and not scope.takes_samples:
         return f"per_sample needs the scope Stack or Denoiser, not {type(scope).__name__}"
     return scope.unfit(policy, module, spec)

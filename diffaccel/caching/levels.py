@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..core.clock import TAPS, schedule_of
+from ..core.clock import schedule_of
 from ..extrapolation.step_control import Levels
+from .replay import twin
 
 if TYPE_CHECKING:
     from ..core.protocols import Scheduler
@@ -99,7 +99,7 @@ def why_never(scheduler: Scheduler) -> str | None:
         return f"{name} has prediction_type={kind!r}, whose outputs are not forecast here"
     shifting = getattr(scheduler, "config", {}).get("use_dynamic_shifting", False)
     try:
-        tried: Any = copy.deepcopy(scheduler)
+        tried = twin(scheduler)
         tried.set_timesteps(8, **({"mu": 1.0} if shifting else {}))
         if hasattr(tried, "scale_model_input"):
             tried.scale_model_input(torch.zeros(1), tried.timesteps[0])  # or `step` warns
@@ -133,9 +133,7 @@ def draws_noise(scheduler: Scheduler) -> bool:
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or len(timesteps) == 0:
         return False
-    tried = copy.deepcopy(scheduler)
-    for name in TAPS:
-        vars(tried).pop(name, None)
+    tried = twin(scheduler)
     device = getattr(timesteps, "device", torch.device("cpu"))
     sample = torch.linspace(-1, 1, 64, device=device).view(1, 4, 4, 4)
     at = getattr(tried, "begin_index", None) or 0

@@ -38,6 +38,17 @@ def put_state(scheduler: Scheduler, state: dict[str, Any]) -> None:
     own.update({key: _shallow(value) for key, value in state.items()})
 
 
+def twin(scheduler: Any) -> Any:
+    """A scheduler in the same state, to try things on; unwatched.
+
+    Not by `copy`, which leaves `__slotnames__` on a class that it copies for the first time, and classes of diffusers
+    are not written to.
+    """
+    other = object.__new__(type(scheduler))
+    put_state(other, state_of(scheduler))
+    return other
+
+
 def _shallow(value: Any) -> Any:
     return value.copy() if type(value) in (list, dict) else value
 

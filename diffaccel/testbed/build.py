@@ -68,24 +68,27 @@ def transformer(size: Size) -> FluxTransformer2DModel:
     )
 
 
+def clip_settings(dim: int, layers: int, length: int, tokenizer: Any) -> dict[str, Any]:
+    """Of a small CLIP text encoder of width `dim` for prompts of `length` tokens."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": dim,
+        "intermediate_size": 4 * dim,
+        "projection_dim": dim,
+        "num_hidden_layers": layers,
+        "num_attention_heads": dim // 32,
+        "max_position_embeddings": length,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
 def clip_encoder(size: Size, tokenizer: Any) -> CLIPTextModel:
     """Gives the pooled prompt embedding [B, text_dim]."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    return CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=size.text_dim,
-            intermediate_size=4 * size.text_dim,
-            projection_dim=size.text_dim,
-            num_hidden_layers=size.text_layers,
-            num_attention_heads=size.text_dim // 32,
-            max_position_embeddings=TEXT_LENGTH,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    return CLIPTextModel(CLIPTextConfig(**clip_settings(size.text_dim, size.text_layers, TEXT_LENGTH, tokenizer)))
 
 
 def t5_settings(dim: int, layers: int, tokenizer: Any) -> dict[str, Any]:

@@ -52,20 +52,8 @@ def text_encoder(size: ScenesSize, tokenizer: Any) -> CLIPTextModelWithProjectio
     """Token embeddings [B, 24, text_dim] from the last layer but one, and the pooled one [B, text_dim]."""
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-    return CLIPTextModelWithProjection(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=size.text_dim,
-            intermediate_size=4 * size.text_dim,
-            projection_dim=size.text_dim,
-            num_hidden_layers=size.text_layers,
-            num_attention_heads=size.text_dim // 32,
-            max_position_embeddings=SCENES_LENGTH,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    settings = build.clip_settings(size.text_dim, size.text_layers, SCENES_LENGTH, tokenizer)
+    return CLIPTextModelWithProjection(CLIPTextConfig(**settings))
 
 
 def scheduler() -> FlowMatchEulerDiscreteScheduler:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..caching.replay import twin
 from ..core.clock import schedule_of
 from ..errors import IncompatibleError
 from ..quality.measurement import generate
@@ -56,9 +56,7 @@ class _Ear:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.fresh is None:
-            self.fresh = copy.copy(self.scheduler)
-            del vars(self.fresh)["step"]
-            self.fresh = copy.deepcopy(self.fresh)
+            self.fresh = twin(self.scheduler)
         self.outputs.append(args[0] if args else kwargs["model_output"])
         return self.fn(*args, **kwargs)
 

@@ -7,13 +7,14 @@ all others 0 gives w_t: for Euler the lengths of the steps, for multistep solver
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..caching.levels import draws_noise
+from ..caching.replay import twin
 from ..core.clock import position
 from ..errors import IncompatibleError
 
@@ -30,7 +31,7 @@ def response(scheduler: Any) -> np.ndarray:
     """w_t, [N], of a scheduler whose timesteps are set and which has taken no step. The scheduler is not changed."""
     count = len(timesteps_left(scheduler))
     outputs = UNIT * torch.eye(count).reshape(count, count, 1, 1, 1)  # of step t: row t is 1
-    final = _run(copy.deepcopy(scheduler), outputs)
+    final = _run(twin(scheduler), outputs)
     return np.asarray((final.flatten() / UNIT).double().numpy())
 
 
@@ -62,14 +63,8 @@ def require_deterministic(scheduler: Any, verb: str = "tune") -> None:
 
 
 def _rolls_dice(scheduler: Any) -> bool:
-    """Do two loops on equal outputs end in different latents?"""
-    ends = []
-    for seed in (0, 1):
-        copied = copy.deepcopy(scheduler)
-        takes_mu = "mu" in inspect.signature(copied.set_timesteps).parameters
-        copied.set_timesteps(PROBED, **({"mu": 1.0} if takes_mu else {}))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            outputs = torch.full((len(copied.timesteps), 1, 4, 8, 8), 0.1)
-            ends.append(_run(copied, outputs))
-    return not torch.equal(ends[0], ends[1])
+    """Does a loop draw noise?"""
+    copied = twin(scheduler)
+    takes_mu = "mu" in inspect.signature(copied.set_timesteps).parameters
+    copied.set_timesteps(PROBED, **({"mu": 1.0} if takes_mu else {}))
+    return draws_noise(copied)

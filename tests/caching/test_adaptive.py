@@ -249,3 +249,29 @@ def test_max_seconds_leaves_steps_out_whatever_the_tolerance() -> None:
 def test_a_cap_on_bytes_is_refused_by_name() -> None:
     with pytest.raises(InvalidOptionError, match="max_bytes is not for"):
         accelerate(tiny.build("wan"), None, **ON, cache_max_bytes=1000)
+
+
+def test_its_gate_alone_is_refused_with_the_way_out() -> None:
+    from diffaccel import attach
+    from diffaccel.caching.gates.steered import SteeredGate
+    from diffaccel.errors import DiffaccelError
+
+    with pytest.raises(DiffaccelError, match="use cache='adaptive'"):
+        attach(tiny.build("wan")).enable_cache(gate=SteeredGate())
+
+
+def test_a_scheduler_is_tried_without_a_trace_on_its_class() -> None:
+    """`copy.deepcopy` would leave `__slotnames__` there, the first time that anybody copies one."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    class Fresh(FlowMatchEulerDiscreteScheduler):
+        pass
+
+    pipe = tiny.build("wan")
+    pipe.scheduler = Fresh(shift=3.0)
+    before = set(vars(Fresh))
+    accelerate(pipe, None, strict=True, **ON, cache_tolerance=0.3)
+    tiny.run(pipe, "wan", num_inference_steps=STEPS)
+    assert pipe.acceleration.report.hit_rate > 0 and set(vars(Fresh)) == before
+    copy.deepcopy(pipe.scheduler)
+    assert "__slotnames__" in vars(Fresh), "the control"
