@@ -96,6 +96,30 @@ def bars(rows: Sequence[tuple[str, float]], title: str) -> Image:
     return canvas
 
 
+def falls(rows: Sequence[tuple[str, float]], title: str) -> Image:
+    """A waterfall: what of the row above is left is dark, what went away light; its number beside it."""
+    from PIL import Image as PIL_Image
+    from PIL import ImageDraw
+
+    left, long, tall = _MARGIN + _LABEL_WIDTH, 420, 20
+    canvas = PIL_Image.new("RGB", (left + long + 110, 2 * _MARGIN + (len(rows) + 1) * (tall + _GAP)), PAPER)
+    draw = ImageDraw.Draw(canvas)
+    _write(draw, (_MARGIN, _MARGIN), [title], INK)
+    most = max(value for _, value in rows)
+    above = rows[0][1]
+    for number, (label, value) in enumerate(rows, start=1):
+        y = _MARGIN + number * (tall + _GAP)
+        _write(draw, (_MARGIN, y + 2), [label], FAINT)
+        ends = [left + max(1, round(long * part / most)) for part in (min(above, value), max(above, value))]
+        draw.rectangle((left, y, ends[1] - 1, y + tall - 1), fill=CACHED)
+        draw.rectangle((left, y, ends[0] - 1, y + tall - 1), fill=COMPUTED)
+        count = f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+        told = count if number == 1 or value == above else f"{count}  {above / value:.2f}x"
+        _write(draw, (left + long + _GAP, y + 2), [told], INK)
+        above = value
+    return canvas
+
+
 def _box(draw: ImageDraw, x: int, y: int, width: int, height: int, is_computed: bool) -> None:
     draw.rectangle((x, y, x + width - 1, y + height - 1), fill=COMPUTED if is_computed else CACHED)
 

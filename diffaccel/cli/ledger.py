@@ -8,9 +8,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import InvalidOptionError
+from ..errors import InvalidOptionError, unknown
 from ..ledger import comparison, ledger_text
 from ..ledger.arithmetic import estimate
+from ..ledger.exchange.stack import Stack
+from ..ledger.exchange.stack_text import waterfall
 from ..ledger.hardware import HARDWARE, Hardware, named, with_prices
 from ..ledger.memory import need
 from ..ledger.models import names, resolve
@@ -30,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--assume-free-gib", type=float, metavar="GIB", help="memory that is free, on a card that others share")
     add("--prices", metavar="FILE.toml", help="dollars an hour by machine, in place of the bundled ones")
     add("--sweep", choices=comparison.SWEEPS, help="how the cost grows with this")
-    add("--png", type=Path, metavar="FILE", help="draw the sweep (with --sweep) or what multiplies the cost")
+    add("--with", dest="items", metavar="ITEM[,ITEM]", help="what these do in turn: compile,attention.sage,...")
+    add("--png", type=Path, metavar="FILE", help="draw the sweep, the items (--with), or what multiplies the cost")
     add("--json", action="store_true", help="print one JSON document")
 
 
@@ -49,17 +52,50 @@ def run(args: argparse.Namespace) -> int:
     if args.sweep:
         steps = comparison.sweep(model, ledger, args.sweep, machine, args.mfu, args.execution)
     factors = comparison.amplifiers(model, ledger)
-    if args.png is not None:
+    stack = ledger.apply(_items(args.items), machine) if args.items else None
+    if args.png is not None and stack is not None:
+        draw_stack(args.png, stack)
+    elif args.png is not None:
         _draw(args.png, ledger.model, steps, args.sweep, factors)
     if args.json:
         data = ledger.to_dict() | {"need_gib": need(ledger).to_dict(), "amplifiers": dict(factors)}
         if steps:
             data["sweep"] = [{"at": step.label, **step.ledger.to_dict()} for step in steps]
+        if stack is not None:
+            data["stack"] = stack.to_dict()
         print(json.dumps(data, indent=2, allow_nan=False))
         return 0
     print(ledger_text.page(ledger, machine, args.assume_free_gib))
-    print(ledger_text.sweep_table(steps) if steps else ledger_text.amplifier_table(factors))
+    if stack is not None:
+        print("\n" + waterfall(stack))
+    else:
+        print(ledger_text.sweep_table(steps) if steps else ledger_text.amplifier_table(factors))
     return 0
+
+
+def _items(text: str) -> list[str]:
+    """Names of plan items, of which each place has one."""
+    from ..ledger.exchange.levers import ITEMS
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in ITEMS:
+            raise unknown("plan item", name, ITEMS)
+    places = [name.partition(".")[0] for name in names]
+    twice = next((place for place in places if places.count(place) > 1), None)
+    if twice is not None:
+        raise InvalidOptionError(f"--with {text}: only one item can hold the place {twice!r}")
+    return names
+
+
+def draw_stack(path: Path, stack: Stack) -> None:
+    """The waterfall as a picture."""
+    from .drawing import falls
+
+    unit, scale = ("seconds", 1.0) if stack.unit == "s" else ("PFLOPs", 1e15)
+    rows = [("all in bf16", stack.first.total), *((row.name, row.after) for row in stack.rows)]
+    where = f" on {stack.hardware}" if stack.hardware else ""
+    falls([(name, value / scale) for name, value in rows], f"{stack.model}{where}: {unit}, computed").save(path)
 
 
 def _machine(args: argparse.Namespace) -> Hardware | None:

@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .exchange.stack import PlanLike, Stack
+    from .hardware import Hardware
     from .timing import Seconds
 
 GIB = 1024**3
@@ -106,6 +110,15 @@ class Ledger:
     def intensity(self) -> float:
         """FLOPs of a forward per byte of the denoiser's weights; with activations' traffic it is lower."""
         return self.flops.forward.total / self.denoiser_bytes
+
+    def apply(self, plan: PlanLike | Iterable[str], hardware: str | Hardware | None = None) -> Stack:
+        """What the items of a plan, or items of these names with their defaults, do to seconds and bytes, in turn.
+
+        `hardware`: the machine; None: that of `seconds`. Without either, FLOPs stand in for seconds.
+        """
+        from .exchange.stack import stacked  # the book of exchanges is loaded when it is asked for
+
+        return stacked(self, plan, hardware)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

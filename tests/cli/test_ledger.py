@@ -12,6 +12,7 @@ import pytest
 
 from diffaccel.cli import main
 from diffaccel.ledger import estimate
+from diffaccel.ledger.exchange.stack_text import waterfall
 from diffaccel.ledger.models import names
 
 ROOT = Path(__file__).parents[2]
@@ -23,12 +24,13 @@ def said(capsys: Any, *words: str) -> str:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    """In a process of its own: three answers take far less than two seconds of processor time, and no torch."""
+    """In a process of its own: four answers take far less than two seconds of processor time, and no torch."""
     words = ["ledger", "flux.1-dev", "--size", "1024x1024", "--steps", "28", "--hardware", "h100"]
+    forms = [[], ["--json"], ["--sweep", "size"], ["--with", "compile,cache.adaptive"]]
     code = (
         "import sys, time\n"
         "from diffaccel.cli import main\n"
-        f"codes = [main({words!r} + more) for more in ([], ['--json'], ['--sweep', 'size'])]\n"
+        f"codes = [main({words!r} + more) for more in {forms}]\n"
         "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'PIL'} & set(sys.modules)\n"
         "wrong = any(codes) or heavy or time.process_time() > 2\n"
         "sys.exit(f'{codes} {heavy} {time.process_time()}' if wrong else 0)\n"
@@ -77,6 +79,15 @@ def test_sweeps(over: str, capsys: Any, tmp_path: Path) -> None:
     assert costs == sorted(costs) and len(set(costs)) == len(costs)
 
 
+def test_items_are_applied_in_turn(capsys: Any, tmp_path: Path) -> None:
+    file, items = tmp_path / "my.png", ["compile", "attention.sage", "cache.adaptive"]
+    words = ("wan2.1-t2v-14b", "--hardware", "4090", "--with", ",".join(items))
+    ours = estimate("wan2.1-t2v-14b", hardware="4090").apply(items)
+    assert said(capsys, *words, "--png", str(file)).rstrip().endswith(waterfall(ours))
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(said(capsys, *words, "--json"))["stack"] == json.loads(json.dumps(ours.to_dict()))
+
+
 def test_what_does_not_fit_is_said(capsys: Any) -> None:
     page = said(capsys, "flux.1-dev", "--hardware", "4090", "--assume-free-gib", "20")
     assert "does not fit in 20 (13.5 GiB short) that are free on 4090" in page
@@ -101,6 +112,8 @@ def test_without_a_model_they_are_listed(capsys: Any) -> None:
         (["flux.1-dev", "--sweep", "frames"], "makes pictures"),
         (["flux.1-dev", "--png", "my.txt"], "must end in .png"),
         (["no/such/folder"], "unknown model"),
+        (["flux.1-dev", "--with", "comple"], "did you mean 'compile'"),
+        (["flux.1-dev", "--with", "attention.sage,attention.radial"], "only one item can hold the place 'attention'"),
     ],
 )
 def test_refusals(words: list[str], wrong: str, capsys: Any) -> None:
