@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -116,9 +117,10 @@ class Ledger:
 
         `hardware`: the machine; None: that of `seconds`. Without either, FLOPs stand in for seconds.
         """
-        from .exchange.stack import stacked  # the book of exchanges is loaded when it is asked for
-
-        return stacked(self, plan, hardware)
+        found: Stack = import_module(f"{__package__}.exchange.stack").stacked(
+            self, plan, hardware
+        )  # loaded when asked
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
