@@ -27,13 +27,13 @@ from typing import Any
 import torch
 
 from diffaccel import testbed, tune
+from diffaccel.quality.bootstrap import paired
 from diffaccel.testbed.bundle import KINDS, folder_of
 from diffaccel.tune.calibrate import wishes_for
 from diffaccel.tune.job import versions
 from diffaccel.tune.journal import Journal
 from diffaccel.tune.outcome import figures_of
 from diffaccel.tune.runs import Ground, Trial, text_of
-from diffaccel.tune.statistics import paired
 
 TOLERANCES = (1e-5, 0.3)  # between these every number of computed steps lies
 HALVINGS = 7

@@ -1,4 +1,5 @@
-"""How close two sets of pictures are: `compare` for several measures at once, or each measure by itself.
+"""How close two sets of pictures are: `compare` for several measures at once, `judge` for each prompt with intervals,
+or each measure by itself.
 
 Names are loaded on first use, so importing this package does not import torch.
 """
@@ -9,24 +10,62 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .bootstrap import Interval as Interval
+    from .broken import faults as faults
+    from .colour import colour_shift as colour_shift
     from .comparison import compare as compare
     from .comparison import jsonable as jsonable
+    from .differences import difference as difference
+    from .judgement import Judgement as Judgement
+    from .judgement import judge as judge
     from .metrics import max_error as max_error
     from .metrics import mse as mse
     from .metrics import psnr as psnr
     from .metrics import ssim as ssim
+    from .motion import flicker as flicker
+    from .motion import flicker_rise as flicker_rise
+    from .motion import motion_psnr as motion_psnr
     from .perceptual import lpips as lpips
+    from .structure import ms_ssim as ms_ssim
 
 _HOMES = {
+    "Interval": "bootstrap",
+    "Judgement": "judgement",
+    "colour_shift": "colour",
     "compare": "comparison",
+    "difference": "differences",
+    "faults": "broken",
+    "flicker": "motion",
+    "flicker_rise": "motion",
+    "judge": "judgement",
     "jsonable": "comparison",
     "lpips": "perceptual",
     "max_error": "metrics",
+    "motion_psnr": "motion",
+    "ms_ssim": "structure",
     "mse": "metrics",
     "psnr": "metrics",
     "ssim": "metrics",
 }
-__all__ = ["compare", "jsonable", "lpips", "max_error", "mse", "psnr", "ssim"]
+__all__ = [
+    "Interval",
+    "Judgement",
+    "colour_shift",
+    "compare",
+    "difference",
+    "faults",
+    "flicker",
+    "flicker_rise",
+    "jsonable",
+    "judge",
+    "lpips",
+    "max_error",
+    "motion_psnr",
+    "ms_ssim",
+    "mse",
+    "psnr",
+    "ssim",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ import torch
 from ..errors import InvalidOptionError, MissingDependencyError
 from .metrics import pair
 
-_MIN_SIDE = 31  # below, nothing is left for AlexNet's second pooling
+MIN_SIDE = 31  # below, nothing is left for AlexNet's second pooling
 _AT_ONCE = 16  # pictures per forward
 
 
@@ -26,9 +26,9 @@ def lpips(reference: Any, candidate: Any) -> float:
     require()
     ours, theirs = pair(reference, candidate)
     height, width = ours.shape[-2:]
-    if min(height, width) < _MIN_SIDE:
+    if min(height, width) < MIN_SIDE:
         raise InvalidOptionError(
-            f"lpips needs pictures of at least {_MIN_SIDE}x{_MIN_SIDE} pixels, got {width}x{height}; "
+            f"lpips needs pictures of at least {MIN_SIDE}x{MIN_SIDE} pixels, got {width}x{height}; "
             "leave it out of metrics"
         )
     if ours.shape[1] not in (1, 3):
@@ -55,6 +55,15 @@ def require() -> None:
             "downloads nothing); fetch them once, where there is a network, with: "
             "python -c \"import lpips; lpips.LPIPS(net='alex')\""
         )
+
+
+def available() -> bool:
+    """Does this machine have what lpips needs?"""
+    try:
+        require()
+    except MissingDependencyError:
+        return False
+    return True
 
 
 def _weights() -> Path:

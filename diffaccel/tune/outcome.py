@@ -9,10 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from ..errors import InvalidOptionError
+from ..quality.bootstrap import bootstrap, paired
 from . import preset
 from .runs import Trial, text_of
 from .skips import Mask, Method
-from .statistics import bootstrap, paired
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""What a few prompts say about all of them: bootstrap over prompts, conformal quantiles, a line through decibels."""
+"""What a few prompts say about a new one: conformal quantiles, a line through decibels. Intervals of means are in
+`quality/bootstrap.py`."""
 
 from __future__ import annotations
 
@@ -7,42 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-DRAWS = 10_000
-LEVEL = 0.95
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over prompts, and the interval in which it lies with the probability `level`."""
-
-    mean: float
-    low: float
-    high: float
-    level: float = LEVEL
-    count: int = 2  # prompts; one alone says nothing of others
-
-    @property
-    def excludes_zero(self) -> bool:
-        """Do both ends have one sign?"""
-        return self.count > 1 and (self.low > 0 or self.high < 0)
-
-    def to_list(self) -> list[float]:
-        """[low, high], to two digits; nothing of one prompt."""
-        return [round(self.low, 2), round(self.high, 2)] if self.count > 1 else []
-
-
-def bootstrap(values: Sequence[float], level: float = LEVEL, draws: int = DRAWS, seed: int = 0) -> Interval:
-    """Percentile bootstrap of a mean over prompts. For a paired comparison give the prompts' differences."""
-    data = np.asarray(values, dtype=float)
-    means = np.random.default_rng(seed).choice(data, (draws, len(data))).mean(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(data.mean()), float(low), float(high), level, len(data))
-
-
-def paired(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL, seed: int = 0) -> Interval:
-    """The mean of ours - theirs, prompt by prompt."""
-    return bootstrap(np.subtract(ours, theirs).tolist(), level, seed=seed)
 
 
 def conformal_quantile(residuals: Sequence[float], miss: float) -> float:
