@@ -44,14 +44,16 @@ def bootstrap(
 ) -> Interval:
     """Percentile bootstrap of a mean over prompts. For a paired comparison give the prompts' differences.
 
-    The percentiles are moved outwards as a t interval is wider than a normal one, without which intervals of ten
-    prompts hold too seldom. Source: T. Hesterberg, What Teachers Should Know About the Bootstrap (2015), 4.3.
+    What the percentiles are away from the mean is stretched as a t interval is wider than a normal one with the
+    spread divided by n, without which intervals of ten prompts hold too seldom. After T. Hesterberg, What Teachers
+    Should Know About the Bootstrap (2015), who moves the percentiles instead: that falls short for four prompts.
     """
     data = np.asarray(values, dtype=float)
+    found = float(statistic(data[None], axis=1)[0])
     drawn = statistic(np.random.default_rng(seed).choice(data, (draws, len(data))), axis=1)
-    tail = _tail((1 - level) / 2, len(data))
-    low, high = np.quantile(drawn, [tail, 1 - tail])
-    return Interval(float(statistic(data[None], axis=1)[0]), float(low), float(high), level, len(data))
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    stretch = _stretch((1 - level) / 2, len(data))
+    return Interval(found, found - stretch * (found - low), found + stretch * (high - found), level, len(data))
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL, seed: int = 0) -> Interval:
@@ -59,12 +61,11 @@ def paired(ours: Sequence[float], theirs: Sequence[float], level: float = LEVEL,
     return bootstrap(np.subtract(ours, theirs).tolist(), level, seed=seed)
 
 
-def _tail(tail: float, count: int) -> float:
-    """The share to cut off on each side so that n values' percentiles reach as far as Student's t would."""
+def _stretch(tail: float, count: int) -> float:
+    """Student's quantile over the normal one, and the root of n / (n - 1); 1 of one value, which has no spread."""
     if count < 2:
-        return tail
-    reach = _student(tail, count - 1) * math.sqrt(count / (count - 1))
-    return _NORMAL.cdf(reach)
+        return 1.0
+    return _student(tail, count - 1) / _NORMAL.inv_cdf(tail) * math.sqrt(count / (count - 1))
 
 
 def _student(tail: float, freedom: int) -> float:
