@@ -32,5 +32,6 @@ def ms_ssim(reference: Any, candidate: Any) -> float:
 
 def scales(side: int) -> int:
     """How many scales a picture of this shorter side has: after torchmetrics."""
-    fit = [n for n in range(1, len(WEIGHTS) + 1) if side // max(1, (n - 1) ** 2) >= _WINDOW]
+    counts = range(1, len(WEIGHTS) + 1)
+    fit = [n for n in counts if side >> (n - 1) > _WINDOW // 2 and side // max(1, (n - 1) ** 2) >= _WINDOW]
     return max(fit, default=0)
