@@ -18,8 +18,9 @@ import torch
 from ..core.compat import leaves
 from ..core.state import PerRun
 from ..extrapolation.forecast import Sample
-from ..extrapolation.step_control import Levels, StepControl, Track, forecast, interpolated
-from ..extrapolation.step_control import misses as misses_of
+from ..extrapolation.hindsight import Gram, forecast, interpolated
+from ..extrapolation.hindsight import misses as misses_of
+from ..extrapolation.step_control import Levels, StepControl, Track
 from .fidelity import TABLE, Fit
 from .grouped import GroupedPolicy
 from .levels import levels_of, why_not
@@ -221,7 +222,7 @@ class Controller:
             control = self._control(state.noise)
         for unit, rows in enumerate(places):
             if skips[unit]:
-                guess = forecast(tracks[unit].history, tracks[unit].order, levels.at[index])
+                guess = forecast(tracks[unit].history, tracks[unit].shares, levels.at[index])
                 said = _with_rows(said, rows, guess)
                 continue
             now = Sample(levels.at[index], (output[rows],))
@@ -274,22 +275,24 @@ class Controller:
         places: Sequence[slice],
         skips: Sequence[bool],
         index: int,
-    ) -> list[list[float]]:
-        """Per unit the errors of its forecasts; the one wait for the device at a computed step."""
+    ) -> list[Sequence[Gram]]:
+        """Per unit what its forecasts would have missed; the one wait for the device at a computed step."""
         assert self.levels is not None
         wanted = [unit for unit, skip in enumerate(skips) if not skip and tracks[unit].history]
-        found: list[list[float]] = [[] for _ in tracks]
+        found: list[Sequence[Gram]] = [[] for _ in tracks]
         if not wanted:
             return found
         rows = [
             misses_of(tracks[unit].history, Sample(self.levels.at[index], (output[places[unit]],)), control.orders)
             for unit in wanted
         ]
-        errors = torch.stack(rows)
-        if self.rules.process_group is not None:
-            torch.distributed.all_reduce(errors, op=torch.distributed.ReduceOp.MAX, group=self.rules.process_group)
-        errors = torch.nan_to_num(errors, nan=math.inf)  # an output of zeros, or none at all, opens no gap
-        for unit, values in zip(wanted, errors.tolist(), strict=True):
+        grams = torch.stack(rows)
+        if self.rules.process_group is not None:  # every member decides by the samples of all
+            group = self.rules.process_group
+            everyone = [torch.empty_like(grams) for _ in range(torch.distributed.get_world_size(group))]
+            torch.distributed.all_gather(everyone, grams, group=group)
+            grams = torch.cat(everyone, 1)
+        for unit, values in zip(wanted, grams.tolist(), strict=True):
             found[unit] = values
         return found
 
@@ -304,7 +307,7 @@ class Controller:
         given: torch.Tensor,
     ) -> torch.Tensor:
         """The latents with which this step begins, with the skipped ones interpolated; the scheduler's state fits."""
-        order = min(track.order + 1, 2) if self.rules.correct is None else self.rules.correct
+        order = min(len(track.shares) + 1, 2) if self.rules.correct is None else self.rules.correct
         if not trail.steps or not order or trail.lost:
             return given
         assert self.levels is not None

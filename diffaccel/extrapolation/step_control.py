@@ -13,17 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-
-from .forecast import Sample, combine, trusted
-from .newton import newton_weights
+from .forecast import Sample
+from .hindsight import FLOOR, Gram, Guess, guesses, missed
 
 DEPTH = 4  # computed outputs that are kept: enough for forecasts and interpolations of order 3
-FLOOR = 1e-6  # relative errors below are not believed
 GROWTH = 2  # a gap is at most so many times as long as the one before it: one lucky estimate opens no abyss
 AHEAD, LEAST = 3, 0.1  # see `StepControl.thrifty`
 SHARE = 0.28  # of a loop's steps, the longest gap unless told
 KEPT_SHARE = 0.5  # where a promise about the picture steers instead
+TAIL = 0.5  # of the tolerance: what the forecasts up to a loop's end may cost, which nothing corrects
 
 
 class Track(NamedTuple):
@@ -32,7 +30,8 @@ class Track(NamedTuple):
     Attributes:
         history: outputs of computed steps, oldest first, each at its noise level.
         upto: the next step that is to be computed; those before it are forecast.
-        order: of these forecasts.
+        shares: of the terms of these forecasts, see `hindsight`.
+        power: with which their errors are taken to grow with distance.
         error: what the last computed step's forecast had missed, relative; None where there was none.
         spent: what the planned gap is expected to cost, in units of the tolerance.
         at: the last computed step.
@@ -43,7 +42,8 @@ class Track(NamedTuple):
 
     history: tuple[Sample, ...] = ()
     upto: int = 0
-    order: int = 0
+    shares: tuple[float, ...] = ()
+    power: float = 1.0
     error: float | None = None
     spent: float = 0.0
     at: int = 0
@@ -70,57 +70,11 @@ class Levels(NamedTuple):
     cost: tuple[float, ...]
 
 
-def nodes(history: Sequence[Sample], order: int) -> Sequence[Sample]:
-    """The samples that a forecast of this order rests on, newest last."""
-    return history[-1:] if order == 0 else trusted(history)[-(order + 1) :]
-
-
-def forecast(history: Sequence[Sample], order: int, at: float) -> torch.Tensor:
-    """The output at noise level `at`, extrapolated from the newest order + 1 samples, in their dtype and shape."""
-    known = nodes(history, order)
-    return combine([s.values[0] for s in known], newton_weights([s.at for s in known], at))
-
-
-def interpolated(history: Sequence[Sample], now: Sample, order: int, at: float) -> torch.Tensor:
-    """The output at a skipped step, from the samples before it and the computed one after it."""
-    known = (*history, now)[-(order + 1) :]
-    return combine([s.values[0] for s in known], newton_weights([s.at for s in known], at))
-
-
-def misses(history: Sequence[Sample], now: Sample, orders: Sequence[int]) -> torch.Tensor:
-    """By how much a forecast of each order would have missed the computed output: |forecast - v| / |v|, [orders].
-
-    The norm is taken over each sample of the batch (dimension 0), and the worst one counts. Stays on the device.
-    """
-    truth = now.values[0].flatten(1).float()
-    size = torch.linalg.vector_norm(truth, dim=1)
-    found = [forecast(history, order, now.at).flatten(1).float() - truth for order in orders]
-    return torch.stack([(torch.linalg.vector_norm(miss, dim=1) / size).max() for miss in found])
-
-
-def gain(history: Sequence[Sample], order: int, at: float) -> float:
-    """By how much independent rounding of the samples grows in a forecast: sqrt(1 + sum of squared weights)."""
-    known = nodes(history, order)
-    return math.sqrt(1.0 + sum(w * w for w in newton_weights([s.at for s in known], at)))
-
-
-class Guess(NamedTuple):
-    """A forecast of some order, and by how much it missed over a distance in noise levels."""
-
-    order: int
-    error: float
-    span: float
-
-    def over(self, distance: float) -> Guess:
-        """The same, foreseen for another distance."""
-        return Guess(self.order, self.error * (distance / self.span) ** (self.order + 1), distance)
-
-
 def cost_of(start: int, end: int, levels: Levels, guess: Guess) -> float:
     """What the forecasts between two computed steps cost, in units of the tolerance."""
     steps = range(start + 1, end)
     reach = [abs(levels.at[step] - levels.at[start]) / guess.span for step in steps]
-    return sum(levels.cost[s] * guess.error * r ** (guess.order + 1) for s, r in zip(steps, reach, strict=True))
+    return sum(levels.cost[s] * guess.error * math.pow(r, guess.power) for s, r in zip(steps, reach, strict=True))
 
 
 @dataclass(frozen=True)
@@ -151,18 +105,18 @@ class StepControl:
     def walk(self, index: int, levels: Levels, guess: Guess, room: int) -> tuple[int, float]:
         """(the next step to compute after `index`, what the forecasts up to it are expected to cost).
 
-        The error of a forecast over a distance d is taken to be error * (d / span) ** (order + 1). No single forecast
-        may miss by more than the cube root of the tolerance either: where guidance is strong, early steps cost
-        little by their length and decide what the picture shows. The last step is computed in any case; the gap is at
-        most `room` steps.
+        The error of a forecast over a distance d is taken to be error * (d / span) ** power. No single forecast may
+        miss by more than the cube root of the tolerance either: where guidance is strong, early steps cost little by
+        their length and decide what the picture shows. Nothing corrects the forecasts up to the loop's end, so that
+        the last step is reused only where these cost at most `TAIL` of the tolerance. The gap is at most `room` steps.
         """
-        spent, step, last = 0.0, index + 1, len(levels.cost) - 1
+        spent, step, count = 0.0, index + 1, len(levels.cost)
         worst = self.tolerance ** (1 / 3)
-        while step < last and step - index < room:
-            reach = abs(levels.at[step] - levels.at[index]) / guess.span
-            miss = guess.error * reach ** (guess.order + 1)
+        while step < count and step - index < room:
+            miss = guess.error * math.pow(abs(levels.at[step] - levels.at[index]) / guess.span, guess.power)
             more = levels.cost[step] * miss
-            if spent + more > self.tolerance or miss > worst:
+            allowed = self.tolerance * (TAIL if step == count - 1 else 1.0)
+            if spent + more > allowed or miss > worst:
                 break
             spent += more
             step += 1
@@ -207,6 +161,8 @@ class StepControl:
         last, computed = len(levels.cost) - 1, 0
         while index < last:
             _, step, _ = self.choose(index, levels, guesses, self.room(index, levels, before, left - computed))
+            if step > last:
+                break
             distance = abs(levels.at[step] - levels.at[index])
             guesses = [guess.over(distance) for guess in guesses]
             before, index, computed = step - index, step, computed + 1
@@ -216,28 +172,27 @@ class StepControl:
         """After a computed step that nothing can be said about yet; `done` were computed before it."""
         return Track((now,), index + 1, at=index, done=done + 1)
 
-    def advance(self, track: Track, now: Sample, index: int, levels: Levels, found: Sequence[float]) -> Track:
-        """After a computed step, `found` being its `misses` for `orders`.
+    def advance(self, track: Track, now: Sample, index: int, levels: Levels, found: Sequence[Gram]) -> Track:
+        """After a computed step, `found` being what `hindsight.misses` said for `orders`, one for each sample.
 
         The second step of a loop knows of reuse as it is alone, and overrates its error: the first step bends most.
         """
-        history, before = (*track.history, now)[-DEPTH:], index - track.at
-        guesses: list[Guess] = []
-        paid, gaps = track.paid, track.gaps
-        for order, raw in zip(self.orders, found, strict=True):
-            rounding = self.noise * gain(track.history, order, now.at) if self.noise else 0.0
-            error = max(math.sqrt(max(raw * raw - rounding * rounding, 0.0)), FLOOR)
-            reached = len(nodes(history, order)) - 1  # young histories have low orders
-            guesses.append(Guess(reached, error, abs(now.at - track.history[-1].at)))
-            if before > 1 and order == (track.order if self.order is None else self.order):
-                truth = Guess(track.order, error, guesses[-1].span)
-                paid, gaps = paid + cost_of(track.at, index, levels, truth) ** 2, gaps + 1
+        before, paid, gaps = index - track.at, track.paid, track.gaps
+        foreseen = guesses(track.history, now, found, self.order, self.noise)
+        if before > 1:
+            raw = missed(found, track.shares if self.order is None else ())
+            truth = foreseen[-1]._replace(error=max(raw, FLOOR), power=track.power)
+            paid, gaps = paid + cost_of(track.at, index, levels, truth) ** 2, gaps + 1
         control, left = self.thrifty(paid, gaps), None
         if self.max_steps is not None:
             left = self.max_steps - track.done - 1
-            control = control.fitted(index, levels, guesses, before, left)
-        guess, upto, spent = control.choose(index, levels, guesses, self.room(index, levels, before, left))
-        return Track(history, upto, guess.order, guess.error, spent, index, track.done + 1, paid, gaps)
+            control = control.fitted(index, levels, foreseen, before, left)
+        guess, upto, spent = control.choose(index, levels, foreseen, self.room(index, levels, before, left))
+        if left is not None and left <= 0:
+            upto = len(levels.cost)
+        history = (*track.history, now)[-DEPTH:]
+        done = track.done + 1
+        return Track(history, upto, guess.shares, guess.power, guess.error, spent, index, done, paid, gaps)
 
     def thrifty(self, paid: float, gaps: int) -> StepControl:
         """These rules with the tolerance lowered where the gaps so far cost more than it allows, if it is `kept`.

@@ -99,7 +99,7 @@ def test_a_run_equals_the_loop_written_by_hand(name: str, order: int) -> None:
     ours = tiny.run(pipe, "wan", output_type="latent", num_inference_steps=STEPS)
     steps = pipe.acceleration.report.steps
     computed = sorted({step.index for step in steps if step.computed})
-    assert 3 < len(computed) < STEPS and {0, 1, STEPS - 1} <= set(computed)
+    assert 3 < len(computed) < STEPS and {0, 1} <= set(computed)
     restore(pipe)
     by = by_hand(pipe, "wan", computed, order, correct)
     plain = tiny.run(pipe, "wan", output_type="latent", num_inference_steps=STEPS)
@@ -206,7 +206,7 @@ def test_max_steps_is_kept_whatever_the_tolerance(most: int) -> None:
     )
     tiny.run(pipe, "wan", num_inference_steps=STEPS)
     computed = {step.index for step in pipe.acceleration.report.steps if step.computed}
-    assert most - 1 <= len(computed) <= most and {0, STEPS - 1} <= computed
+    assert most - 1 <= len(computed) <= most and {0, 1} <= computed
 
 
 def test_a_fit_finds_the_line_and_keeps_its_share() -> None:

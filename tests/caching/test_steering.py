@@ -188,7 +188,7 @@ def test_an_expert_begins_anew() -> None:
     pipe = adaptive(tiny.build("wan22"))
     tiny.run(pipe, "wan22", output_type="latent", num_inference_steps=16)
     first, second = by_component(pipe).values()
-    assert first.startswith("CC.C") and second.startswith("CC.C") and second[-1] == "C"
+    assert first.startswith("CC.C") and second.startswith("CC.C")
     assert len(first + second) == 16
 
 

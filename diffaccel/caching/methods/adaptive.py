@@ -45,7 +45,7 @@ class AdaptiveCache(StepCache):
             `calibration`, and more is computed where a picture's gaps cost more than foreseen; None: no such wish.
         calibration: level, slope and margin in dB as `diffaccel tune` measures them on a checkpoint
             (`caching.fidelity.Fit`); None: the trained testbeds' table.
-        last_steps: as for all caches; the last step is always computed.
+        last_steps: as for all caches, but 0 unless told: the last step is reused where its forecast costs little.
     """
 
     tolerance: float = TOLERANCE
@@ -56,6 +56,7 @@ class AdaptiveCache(StepCache):
     max_seconds: float | None = None
     min_psnr_db: float | None = None
     calibration: tuple[float, ...] | None = None
+    last_steps: int = 0
 
     name: ClassVar[str] = "cache.adaptive"
 
