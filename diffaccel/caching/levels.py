@@ -34,7 +34,7 @@ def prediction_of(scheduler: Scheduler) -> str:
 def levels_of(scheduler: Scheduler, timesteps: Sequence[float], sigmas: Sequence[float]) -> Levels | None:
     """The levels of a loop from its timesteps and sigmas (which may hold one more, the end); None where unknown.
 
-    Flow models are smooth in sigma, and a step costs its length. Others are taken in k-diffusion's sigma; there a
+    Flow models are smooth in sigma, and a step costs its length, more at high noise (`growth`). Others are taken in k-diffusion's sigma; there a
     step of d costs d / (1 + sigma): what it moves the latents by once they are scaled to unit size, as a flow has
     them. An error of v counts alpha times that of epsilon.
     """
@@ -44,7 +44,7 @@ def levels_of(scheduler: Scheduler, timesteps: Sequence[float], sigmas: Sequence
         at = [*at, 0.0] if len(at) == count else at
         if len(at) != count + 1:
             return None
-        return Levels(tuple(at[:-1]), tuple(abs(b - a) for a, b in pairwise(at)))
+        return Levels(tuple(at[:-1]), tuple(growth(a) * abs(b - a) for a, b in pairwise(at)))
     if kind not in (EPSILON, VELOCITY):
         return None
     at = list(sigmas[: count + 1]) if len(sigmas) >= count else _from_alphas(scheduler, timesteps)
@@ -55,6 +55,15 @@ def levels_of(scheduler: Scheduler, timesteps: Sequence[float], sigmas: Sequence
     if kind == VELOCITY:
         cost = [c / (1.0 + a * a) ** 0.5 for a, c in zip(at, cost, strict=False)]
     return Levels(tuple(at[:-1]), tuple(cost))
+
+
+def growth(sigma: float) -> float:
+    """By how much a relative error of a flow model's output grows until the end of the loop, where it is 1.
+
+    Measured on three trained models by skipping one step at a time: without guidance an error at sigma 1 grows 4 to 6
+    times, and 1.1 times at 0.5; under guidance it hardly grows, but outputs are up to 3 times as large at the start.
+    """
+    return 1.0 + 2.0 * sigma**4
 
 
 def _from_alphas(scheduler: Scheduler, timesteps: Sequence[float]) -> list[float]:

@@ -24,7 +24,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "taylorseer": {"cache_interval": 3, "cache_first_enhance": 2},
 }
 EXPECTED = {
-    "adaptive": "CC.CC.CC",  # begins anew: what the pipeline makes of its branches is another thing now
+    "adaptive": "CC.CC.C.",  # begins anew: what the pipeline makes of its branches is another thing now
     "easycache": "CC......",
     "first_block": "C.......",
     "interval": "C.C.C.CC",
