@@ -34,9 +34,9 @@ def prediction_of(scheduler: Scheduler) -> str:
 def levels_of(scheduler: Scheduler, timesteps: Sequence[float], sigmas: Sequence[float]) -> Levels | None:
     """The levels of a loop from its timesteps and sigmas (which may hold one more, the end); None where unknown.
 
-    Flow models are smooth in sigma, and a step costs its length, more at high noise (`growth`). Others are taken in k-diffusion's sigma; there a
-    step of d costs d / (1 + sigma): what it moves the latents by once they are scaled to unit size, as a flow has
-    them. An error of v counts alpha times that of epsilon.
+    Flow models are smooth in sigma, and a step costs its length, more at high noise (`growth`). Others are taken in
+    k-diffusion's sigma; there a step of d costs d / (1 + sigma): what it moves the latents by once they are scaled to
+    unit size, as a flow has them. An error of v counts alpha times that of epsilon.
     """
     kind, count = prediction_of(scheduler), len(timesteps)
     if kind == FLOW:
