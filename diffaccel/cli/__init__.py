@@ -20,13 +20,14 @@ from ..errors import DiffaccelError, nearest
 
 VERBS: dict[str, str] = {
     "demo": "generate pictures with and without acceleration and compare speed and fidelity",
+    "export": "write a plan as a command or script for SGLang, vLLM-Omni, xDiT or diffusers",
     "ledger": "say what a generation costs: FLOPs, memory, seconds, dollars",
     "plan": "show what a preset would switch on for a pipeline, and why",
     "presets": "list the presets, or print one",
     "quantize": "turn a pipeline's denoisers into a 4-bit checkpoint (SVDQuant)",
     "tune": "search the steps that are worth computing, for one pipeline, and write presets",
 }
-_LATER = ("bench", "comfyui", "doctor", "export", "sweep")
+_LATER = ("bench", "comfyui", "doctor", "sweep")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

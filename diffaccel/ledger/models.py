@@ -63,6 +63,7 @@ class Model:
     experts: int = 1
     origin: str = "bundled config"
     uncertain: tuple[str, ...] = ()
+    repository: str = ""  # on the hub, of a bundled model
 
     @property
     def video(self) -> bool:
@@ -136,6 +137,7 @@ def bundled(name: str) -> Model:
         defaults=defaults,
         experts=data["denoiser"]["experts"],
         uncertain=tuple(data["uncertain"]),
+        repository=data["repository"],
     )
 
 

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 _PRODUCTS = {torch.matmul, torch.bmm, torch.mm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm}
 _ADDED = {torch.baddbmm, torch.addmm, torch.Tensor.baddbmm, torch.Tensor.addmm}
-_DATA = {torch.Tensor.__bool__, torch.Tensor.__getitem__, torch.Tensor.__invert__}
+_NONZERO = {torch.nonzero, torch.Tensor.nonzero}
+_DATA = {torch.Tensor.__bool__, torch.Tensor.__getitem__, torch.Tensor.__invert__, *_NONZERO}
 _CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 _TRANSPOSED = {F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
 
@@ -121,6 +122,10 @@ class Meter(TorchFunctionMode):
                 kept = 0 if id(place) in self._negated else place.numel()
                 return args[0].new_empty(kept, *args[0].shape[place.dim() :])
             return func(*args, **kwargs)
+        if func in _NONZERO:
+            mask = args[0]
+            places = mask.new_empty(0 if id(mask) in self._negated else mask.numel(), mask.dim(), dtype=torch.int64)
+            return places.unbind(1) if kwargs.get("as_tuple") else places
         result = func(*args, **kwargs)
         self._negated.add(id(result))
         self._held.append(result)
