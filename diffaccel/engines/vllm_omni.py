@@ -140,7 +140,11 @@ class _Writing:
         engine: dict[str, Any] = {"model": asked.model, "pipeline_parallel_size": stages, "enable_pipefusion": True}
         if self.backend:
             engine |= {"cache_backend": self.backend, "cache_config": self.settings}
-        sampling = {"num_inference_steps": asked.steps, "num_frames": asked.frames, "height": asked.height}
+        sampling: dict[str, Any] = {
+            "num_inference_steps": asked.steps,
+            "num_frames": asked.frames,
+            "height": asked.height,
+        }
         sampling |= {"width": asked.width, "guidance_scale": asked.guidance, "seed": asked.seed}
         sampling |= {"pipefusion_warmup_steps": 1, "pipefusion_split_dim": "height"}
         given = {name: value for name, value in sampling.items() if value is not None}

@@ -14,6 +14,7 @@ from typing import Any
 
 from .maps import Decoding, Grid, Maps, larger, places
 from .shape import Config, Latents
+from .vae_encoders import encoder_parameters
 
 FP32 = 4  # bytes
 
@@ -213,7 +214,7 @@ def _hunyuan15(c: Config, z: Latents) -> Decoding:
             m.largest = max(m.largest, before * places(grid))
     m.held(before)
     m.layer(grid, before, c.get("out_channels", 3), 27)
-    return _whole("AutoencoderKLHunyuanVideo15", m)
+    return _whole("AutoencoderKLHunyuanVideo15", c, m)
 
 
 # ---- others -------------------------------------------------------------------------------------------------------
@@ -262,7 +263,9 @@ def _cogvideox(c: Config, z: Latents) -> Decoding:
     chunks = [_cogvideox_batch(c, z, length) for length in lengths]
     peak = FP32 * int(_PEAKS["AutoencoderKLCogVideoX"] * max(chunk.largest for chunk in chunks))
     decoder = chunks[0].parameters
-    return Decoding(sum(k.total for k in chunks), peak, decoder, decoder + _ENCODERS["AutoencoderKLCogVideoX"])
+    return Decoding(
+        sum(k.total for k in chunks), peak, decoder, decoder + encoder_parameters("AutoencoderKLCogVideoX", c)
+    )
 
 
 def _ltx(c: Config, z: Latents, name: str) -> Decoding:
@@ -285,7 +288,7 @@ def _ltx(c: Config, z: Latents, name: str) -> Decoding:
         for _ in range(depth):
             m.residual(grid, before, before, 27, norm=0)
     m.layer(grid, before, c.get("out_channels", 3) * c["patch_size"] ** 2, 27)
-    return _whole(name, m)
+    return _whole(name, c, m)
 
 
 def _mochi(c: Config, z: Latents) -> Decoding:
@@ -308,11 +311,12 @@ def _mochi(c: Config, z: Latents) -> Decoding:
         m.residual(grid, widths[-1], widths[-1], 27)
     m.rows["here"] = places(grid)
     m.linear("here", widths[-1], c.get("out_channels", 3))
-    return _whole("AutoencoderKLMochi", m)
+    return _whole("AutoencoderKLMochi", c, m)
 
 
-def _whole(name: str, m: Maps) -> Decoding:
-    return Decoding(m.total, FP32 * int(_PEAKS[name] * m.largest), m.parameters, m.parameters + _ENCODERS[name])
+def _whole(name: str, c: Config, m: Maps) -> Decoding:
+    parameters = m.parameters + encoder_parameters(name, c)
+    return Decoding(m.total, FP32 * int(_PEAKS[name] * m.largest), m.parameters, parameters)
 
 
 # Largest maps alive at once; measured, see the head of this file.
@@ -326,15 +330,6 @@ _PEAKS: dict[str, float] = {
     "AutoencoderKLQwenImage": 9.0,
     "AutoencoderKLWan": 3.3,
     "residual": 7.0,  # Wan 2.2's, whose blocks keep a copied shortcut
-}
-
-# Parameters of encoders that are not written out here, at the class's default config (diffusers 0.42).
-_ENCODERS: dict[str, int] = {
-    "AutoencoderKLCogVideoX": 215583907 - 123368451,
-    "AutoencoderKLHunyuanVideo15": 1260634115 - 871309571,
-    "AutoencoderKLLTX2Video": 1222479601 - 528380720,
-    "AutoencoderKLLTXVideo": 419193649 - 238789296,
-    "AutoencoderKLMochi": 459748611 - 362526595,
 }
 
 DECODERS: dict[str, Callable[[Mapping[str, Any], Latents], Decoding]] = {
