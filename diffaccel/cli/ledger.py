@@ -14,7 +14,7 @@ from ..ledger.arithmetic import estimate
 from ..ledger.exchange.stack import Stack
 from ..ledger.exchange.stack_text import waterfall
 from ..ledger.hardware import HARDWARE, Hardware, named, with_prices
-from ..ledger.memory import need
+from ..ledger.memory import need, strips_peak_bytes
 from ..ledger.models import names, resolve
 from ..ledger.timing import EXECUTIONS
 
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--guidance", type=float, metavar="SCALE", help="guidance scale; 1 or below: one branch (the model's default)")
     add("--text-tokens", metavar="N[,N]", help="length of the prompt, by stream (the model's default)")
     add("--hardware", metavar="NAME", help=f"seconds on this machine: {', '.join(HARDWARE)}")
+    add("--probe", action="store_true", help="with --hardware cpu: measure this processor for 5 s first")
     add("--execution", default="eager", choices=EXECUTIONS, help="how the denoiser runs (eager)")
     add("--mfu", type=float, metavar="PART", help="part of the peak that is reached, in place of the fitted one")
     add("--assume-free-gib", type=float, metavar="GIB", help="memory that is free, on a card that others share")
@@ -59,13 +60,14 @@ def run(args: argparse.Namespace) -> int:
         _draw(args.png, ledger.model, steps, args.sweep, factors)
     if args.json:
         data = ledger.to_dict() | {"need_gib": need(ledger).to_dict(), "amplifiers": dict(factors)}
+        data["strips_peak_bytes"] = strips_peak_bytes(model, ledger)
         if steps:
             data["sweep"] = [{"at": step.label, **step.ledger.to_dict()} for step in steps]
         if stack is not None:
             data["stack"] = stack.to_dict()
         print(json.dumps(data, indent=2, allow_nan=False))
         return 0
-    print(ledger_text.page(ledger, machine, args.assume_free_gib))
+    print(ledger_text.page(ledger, machine, args.assume_free_gib, strips_peak_bytes(model, ledger)))
     if stack is not None:
         print("\n" + waterfall(stack))
     else:
@@ -100,10 +102,18 @@ def draw_stack(path: Path, stack: Stack) -> None:
 
 def _machine(args: argparse.Namespace) -> Hardware | None:
     if args.hardware is None:
+        if args.probe:
+            raise InvalidOptionError("--probe wants --hardware cpu")
         if args.assume_free_gib is not None:
             raise InvalidOptionError("--assume-free-gib wants --hardware: the machine that is shared")
         return None
     machine = named(args.hardware)
+    if args.probe:
+        if machine.kind != "cpu":
+            raise InvalidOptionError(f"--probe is for --hardware cpu: {machine.name} is in the table")
+        from ..ledger.probe import probe  # brings torch along
+
+        return probe()
     return with_prices(args.prices)[machine.name] if args.prices else machine
 
 

@@ -11,10 +11,12 @@ from .memory import CONTEXT_GIB, need
 from .timing import Seconds
 
 
-def page(ledger: Ledger, machine: Hardware | None, free_gib: float | None = None) -> str:
-    """All about one generation."""
+def page(
+    ledger: Ledger, machine: Hardware | None, free_gib: float | None = None, strips_bytes: int | None = None
+) -> str:
+    """All about one generation; `strips_bytes`: the peak of decoding in exact strips, where there are any."""
     lines = [*_head(ledger), "", *_forward(ledger, machine), "", *_stages(ledger)]
-    lines += ["", *_memory(ledger, machine, free_gib)]
+    lines += ["", *_memory(ledger, machine, free_gib, strips_bytes)]
     if machine is not None:
         lines += ["", *_seconds(machine, ledger.seconds)]
     lines += ["", *_llm(ledger, machine)]
@@ -59,7 +61,7 @@ def _stages(ledger: Ledger) -> list[str]:
     return lines
 
 
-def _memory(ledger: Ledger, machine: Hardware | None, free_gib: float | None) -> list[str]:
+def _memory(ledger: Ledger, machine: Hardware | None, free_gib: float | None, strips_bytes: int | None) -> list[str]:
     wanted = need(ledger)
     parts = ", ".join(f"{name} {size:.2f}" for name, size in ledger.weights_gib.items())
     lines = [
@@ -68,6 +70,10 @@ def _memory(ledger: Ledger, machine: Hardware | None, free_gib: float | None) ->
         f"{(ledger.vae_peak_bytes or 0) / 2**31:.2f} GiB decoding in bf16 ({(ledger.vae_peak_bytes or 0) / 2**30:.2f} "
         "in fp32)",
     ]
+    if strips_bytes is not None:
+        lines.append(
+            f"strips     {strips_bytes / 2**31:.2f} GiB decoding in bf16 in exact strips (vae_tiling='exact')"
+        )
     memory = free_gib if free_gib is not None else machine.memory_gib if machine else None
     where = "" if machine is None else f" {'that are free' if free_gib is not None else ''} on {machine.name}"
     for label, size in (("resident", wanted.resident), ("by stage", wanted.by_stage)):
@@ -82,7 +88,8 @@ def _memory(ledger: Ledger, machine: Hardware | None, free_gib: float | None) ->
 
 def _seconds(machine: Hardware, seconds: Seconds | None) -> list[str]:
     if seconds is None:
-        return [f"no seconds: the peak of {machine.name} is not in the table (--hardware names one that is)"]
+        wayout = "--probe measures this one in 5 s" if machine.kind == "cpu" else "--hardware names one that is"
+        return [f"no seconds: the peak of {machine.name} is not in the table ({wayout})"]
     lines = [
         f"seconds    {short(seconds.total)} on {machine.name}, {seconds.execution}; 80 % within {short(seconds.low)} "
         f"to {short(seconds.high)}",

@@ -1,4 +1,4 @@
-"""Bytes beside the weights: what fits where, caches, keys and values of causal video, tiles of a decoder, loading."""
+"""Bytes beside the weights: what fits where, caches, keys and values of causal video, tiles and strips, loading."""
 
 from __future__ import annotations
 
@@ -91,6 +91,41 @@ def tiled_peak_bytes(model: str | Model, ledger: Ledger, tile: int) -> int:
     part = replace(request, height=min(tile, request.height), width=min(tile, request.width))
     whole = 4 * 3 * (request.frames or 1) * request.height * request.width
     return DECODERS[found.vae](found.vae_config, latents_of(found, part)).peak_bytes + whole
+
+
+# What exact strips hold at least, as a part of a plain decode's peak: (at once, and times the part of the lines that a
+# strip has). Counted on the strips of diffaccel's own VAE lever on meta, `mode="low"`.
+_STRIPS: dict[str, tuple[float, float]] = {
+    "AutoencoderKL": (0.25, 0.83),
+    "AutoencoderKLFlux2": (0.25, 0.83),
+    "AutoencoderKLHunyuanVideo15": (0.17, 0.80),
+    "AutoencoderKLLTX2Video": (0.42, 0.45),
+    "AutoencoderKLLTXVideo": (0.50, 0.35),
+    "AutoencoderKLQwenImage": (0.33, 0.0),
+    "AutoencoderKLWan": (0.20, 0.95),
+    "residual": (0.40, 0.85),  # Wan 2.2's
+}
+
+
+def strips_peak_bytes(model: str | Model, ledger: Ledger, rows: int | None = None) -> int | None:
+    """Peak of decoding in exact strips, fp32; None where they do not decode this autoencoder.
+
+    Args:
+        rows: lines of latents in a strip (pictures: rows; clips: along the longer side). None: the lever's default.
+    """
+    found, whole = resolve(model), ledger.vae_peak_bytes
+    key = "residual" if found.vae_config.get("is_residual") else found.vae
+    if key not in _STRIPS or whole is None:
+        return None
+    request, spatial = ledger.request, found.compression[0]
+    sides = (request.height // spatial, request.width // spatial)
+    picture = key in ("AutoencoderKL", "AutoencoderKLFlux2")
+    lines = sides[0] if picture else max(sides)
+    usual = min(max(lines // 16, 2), 8) if picture else -(-lines // 4)
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        raise InvalidOptionError(f"rows must be a whole number of at least 1, got {rows!r}")
+    least, more = _STRIPS[key]
+    return round(whole * min(1.0, least + more * min((rows or usual) / lines, 1.0)))
 
 
 def load_s(ledger: Ledger, gb_s: float = DISK_GB_S) -> float:

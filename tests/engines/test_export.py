@@ -26,10 +26,8 @@ WAN = Request(
 COMMANDS = ("sglang", "vllm-omni", "xdit")
 
 
-def plan_of(*items: tuple[str, dict[str, Any]], family: str = "flux", lossy: bool = True) -> Plan:
-    rows = [
-        PlanItem(name, "call", "enabled", "", "lossy" if lossy else "equivalent", params) for name, params in items
-    ]
+def plan_of(*items: tuple[str, dict[str, Any]], family: str = "flux", fidelity: str = "lossy") -> Plan:
+    rows = [PlanItem(name, "call", "enabled", "", fidelity, params) for name, params in items]
     return Plan("made", "Pipeline", family, "h100 80 GiB", tuple(rows))
 
 
