@@ -333,7 +333,7 @@ class Engine(Listener):
                 values = tuple([value.float() for value in values])
             if isinstance(policy, GroupedPolicy):
                 call.error = policy.error(before, self.step, values, self.seen) if before.history else None
-            elif before.history:
+            elif before.history and policy.gate.observes != SAMPLER:
                 call.error = forecast_error(policy, before, self.step, values, self.seen)
             output = values[0] if policy.gate.observes == OUTPUT else None
             branch.memory = policy.store(before, self.step, values, self.seen, output)

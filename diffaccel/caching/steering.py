@@ -230,14 +230,18 @@ class Controller:
             tracks[unit] = control.advance(tracks[unit], now, index, levels, found[unit])
             trails[unit] = Trail()
         call = changed(call, said, given)
-        trails = [
-            trail.then(scheduler, index, call) if skip else trail for trail, skip in zip(trails, skips, strict=True)
-        ]
+        for unit, skip in enumerate(skips):
+            if skip:
+                trails[unit] = trails[unit].then(scheduler, index, call)
         made = step(*call[0], **call[1])
-        left = sample_of(made)
-        trails = [trail.returned(left) if skip else trail for trail, skip in zip(trails, skips, strict=True)]
+        for unit, skip in enumerate(skips):
+            if skip:
+                trails[unit] = trails[unit].returned(sample_of(made))
+        known = [track.error for track in tracks if track.error is not None]
+        errors = [math.sqrt(gram[0][0]) for grams in found for gram in grams] if all(found) else None
         for one in calls:
-            one.gate = max((track.error for track in tracks if track.error is not None), default=None)
+            one.gate = max(known, default=None)
+            one.error = None if errors is None else torch.tensor(errors)
         self._keep(run, state._replace(tracks=tuple(tracks), trails=tuple(trails)))
         return made
 
@@ -283,7 +287,7 @@ class Controller:
         if not wanted:
             return found
         rows = [
-            misses_of(tracks[unit].history, Sample(self.levels.at[index], (output[places[unit]],)), control.orders)
+            misses_of(tracks[unit].history, Sample(self.levels.at[index], (output[places[unit]],)), control.order)
             for unit in wanted
         ]
         grams = torch.stack(rows)

@@ -260,6 +260,13 @@ def leaves(output: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Te
 
     Tuples, lists, dicts and diffusers' output classes are looked into.
     """
+    if type(output) is tuple:  # as denoisers answer with return_dict=False
+        for leaf in output:
+            if not isinstance(leaf, torch.Tensor):
+                break
+        else:
+            return list(output), tuple
+
     from torch.utils import _pytree as tree
 
     flat, form = tree.tree_flatten(output)

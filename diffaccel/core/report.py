@@ -15,7 +15,8 @@ class StepRecord:
     `computed` is False where a cache answered; `gate` is the number the gate compared with its threshold
     (None where it did not compare); `seconds` is the time of the call (host clock, or CUDA events).
     `forecast_error` is given for computed steps under a cache: what a reuse would have missed there, as relative
-    mean absolute error of what the cache remembers, one number per sample of the batch.
+    mean absolute error of what the cache remembers, one number per sample of the batch (the adaptive cache: as
+    relative Euclidean error of what the sampler is given, guidance done, had the newest been given again).
     """
 
     index: int

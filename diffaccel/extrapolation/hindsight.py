@@ -22,33 +22,41 @@ from .newton import newton_weights
 FLOOR = 1e-6  # relative errors below are not believed
 FULL = (1.0, 1.0, 1.0)  # shares of a forecast that is the polynomial
 
-Gram = Sequence[Sequence[float]]  # inner products of the misses of orders 0, 1, …
+Gram = Sequence[Sequence[float]]  # see `misses`
 
 
-def nodes(history: Sequence[Sample], order: int) -> Sequence[Sample]:
-    """The samples that a forecast of this order rests on, newest last."""
-    return history[-1:] if order == 0 else trusted(history)[-(order + 1) :]
+def polynomials(history: Sequence[Sample], highest: int, at: float) -> list[list[float]]:
+    """Weights at noise level `at` of the polynomials P_0 to P_highest, each over the whole history, newest last.
+
+    P_k goes through the newest k + 1 trusted samples, or through fewer where there are not so many.
+    """
+    coordinates = [sample.at for sample in history]
+    width, usable = len(history), len(trusted(history))
+    rows = [[0.0] * (width - 1) + [1.0]]
+    for order in range(1, highest + 1):
+        count = min(order + 1, usable)
+        rows.append([0.0] * (width - count) + newton_weights(coordinates[width - count :], at))
+    return rows
 
 
 def forecast_weights(history: Sequence[Sample], shares: Sequence[float], at: float) -> list[float]:
-    """Weights of the newest samples, newest last; they sum to 1.
+    """Weights of the samples, newest last; they sum to 1.
 
-    With P_k the polynomial through the newest k + 1 trusted samples, the forecast is P_0 + sum_k shares[k-1] *
-    (P_k - P_{k-1}): its order is the number of shares, where the history is long enough.
+    The forecast is P_0 + sum_k shares[k-1] * (P_k - P_{k-1}): its order is the number of shares, where the history is
+    long enough.
     """
-    rows = [newton_weights([s.at for s in nodes(history, order)], at) for order in range(len(shares) + 1)]
-    width = max(len(row) for row in rows)
-    wide = [[0.0] * (width - len(row)) + row for row in rows]
-    total = wide[0]
-    for share, (lower, upper) in zip(shares, pairwise(wide), strict=True):
-        total = [t + share * (u - low) for t, u, low in zip(total, upper, lower, strict=True)]
+    rows = polynomials(history, len(shares), at)
+    total = rows[0]
+    for share, (lower, upper) in zip(shares, pairwise(rows), strict=True):
+        for i, (low, up) in enumerate(zip(lower, upper, strict=True)):
+            total[i] += share * (up - low)
     return total
 
 
 def forecast(history: Sequence[Sample], shares: Sequence[float], at: float) -> torch.Tensor:
     """The output at noise level `at`, in the dtype and shape of the samples. One weighted sum."""
-    weights = forecast_weights(history, shares, at)
-    return combine([s.values[0] for s in history[-len(weights) :]], weights)
+    known = history[-(len(shares) + 1) :]
+    return combine([s.values[0] for s in known], forecast_weights(known, shares, at))
 
 
 def interpolated(history: Sequence[Sample], now: Sample, order: int, at: float) -> torch.Tensor:
@@ -57,21 +65,31 @@ def interpolated(history: Sequence[Sample], now: Sample, order: int, at: float) 
     return combine([s.values[0] for s in known], newton_weights([s.at for s in known], at))
 
 
-def misses(history: Sequence[Sample], now: Sample, orders: Sequence[int]) -> torch.Tensor:
-    """How forecasts of each order, as whole polynomials, would have missed the computed output.
+def misses(history: Sequence[Sample], now: Sample, order: int | None) -> torch.Tensor:
+    """What forecasts would have missed of the computed output v, relative to |v| of each sample of its batch.
 
-    Returns [samples, orders, orders], float32, on the device: for each sample of the batch (dimension 0) the inner
-    products of (forecast - v) / |v|. The diagonal holds the squares of the relative errors.
+    Returns inner products on the device, float32: of the miss of the polynomial of this order with itself,
+    [samples, 1, 1]; or, with None, of the miss of plain reuse and the terms P_1 - P_0 and P_2 - P_1,
+    [samples, 3, 3].
     """
+    values = [sample.values[0].flatten(1).float() for sample in history]
     truth = now.values[0].flatten(1).float()
-    found = [forecast(history, FULL[:order], now.at).flatten(1).float() - truth for order in orders]
+    rows = polynomials(history, 2 if order is None else order, now.at)
+    if order is not None:
+        found = [combine(values, rows[order]) - truth]
+    else:
+        found = [values[-1] - truth, _spread(values, rows[1], rows[0]), _spread(values, rows[2], rows[1])]
     stack = torch.stack(found, 1) / torch.linalg.vector_norm(truth, dim=1)[:, None, None]
     return torch.bmm(stack, stack.transpose(1, 2))
 
 
-def gain(history: Sequence[Sample], shares: Sequence[float], at: float) -> float:
-    """By how much independent rounding of the samples grows in a forecast: sqrt(1 + sum of squared weights)."""
-    return math.sqrt(1.0 + sum(w * w for w in forecast_weights(history, shares, at)))
+def _spread(values: Sequence[torch.Tensor], upper: Sequence[float], lower: Sequence[float]) -> torch.Tensor:
+    """The difference of two weighted sums, written as differences from the newest value."""
+    total = torch.zeros_like(values[-1])
+    for value, up, low in zip(values[:-1], upper, lower, strict=False):
+        if up != low:
+            total = torch.add(total, value - values[-1], alpha=up - low)
+    return total
 
 
 class Guess(NamedTuple):
@@ -91,47 +109,39 @@ class Guess(NamedTuple):
 
     def over(self, distance: float) -> Guess:
         """The same, foreseen for another distance."""
-        return self._replace(error=self.error * math.pow(distance / self.span, self.power), span=distance)
+        return Guess(self.shares, self.error * math.pow(distance / self.span, self.power), distance, self.power)
 
 
 def best_shares(grams: Sequence[Gram], order: int) -> tuple[float, ...]:
-    """Shares of the first `order` terms, each in 0..1, that would have missed least over all samples together.
+    """Shares of the first `order` terms (1 or 2), each in 0..1, that would have missed least over all samples.
 
-    `grams` belong to orders 0, 1, 2, one per sample. Least squares, held to 0..1 afterwards; a term that says nothing
-    has no share.
+    `grams` are those of `misses` of all orders. Least squares, held to 0..1 afterwards; a term that says nothing has
+    no share.
     """
-    total = [[sum(gram[i][j] for gram in grams) for j in range(order + 1)] for i in range(order + 1)]
-
-    def product(i: int, j: int) -> float:
-        """Of term i and term j (0: the miss of plain reuse). Term k is the miss of order k - 1 less that of k."""
-        left = [(0, 1.0)] if i == 0 else [(i - 1, 1.0), (i, -1.0)]
-        right = [(0, 1.0)] if j == 0 else [(j - 1, 1.0), (j, -1.0)]
-        return sum(a * b * total[p][q] for p, a in left for q, b in right)
-
-    if order == 0:
-        return ()
+    x = y = a = b = c = 0.0
+    for (_, miss_one, miss_two), (_, one, both), (_, _, two) in grams:
+        x, y, a, b, c = x - miss_one, y - miss_two, a + one, b + both, c + two
     if order == 1:
-        size = product(1, 1)
-        found = [product(0, 1) / size if size > 0 else 0.0]
-    else:
-        a, b, c = product(1, 1), product(1, 2), product(2, 2)
-        ridge = 1e-6 * (a + c) / 2
-        whole = (a + ridge) * (c + ridge) - b * b
-        x, y = product(0, 1), product(0, 2)
-        found = [((c + ridge) * x - b * y) / whole, ((a + ridge) * y - b * x) / whole] if whole > 0 else [0.0, 0.0]
-    return tuple(min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0 for value in found)
+        return (_share(x, a),)
+    ridge = 1e-6 * (a + c) / 2
+    a, c = a + ridge, c + ridge
+    whole = a * c - b * b
+    return (_share(c * x - b * y, whole), _share(a * y - b * x, whole))
+
+
+def _share(part: float, whole: float) -> float:
+    value = part / whole if whole > 0 else 0.0
+    return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
 
 
 def missed(grams: Sequence[Gram], shares: Sequence[float]) -> float:
     """By how much a forecast with these shares would have missed, relative; of the worst sample."""
-    # P_0 + sum shares_k (P_k - P_{k-1}) as weights of the polynomials themselves
-    weights = [1.0, *(0.0 for _ in shares)]
-    for k, share in enumerate(shares):
-        weights[k] -= share
-        weights[k + 1] += share
-    worst = 0.0
+    worst, weights = 0.0, (1.0, *shares)
     for gram in grams:
-        square = sum(a * b * gram[i][j] for i, a in enumerate(weights) for j, b in enumerate(weights))
+        square = 0.0
+        for i, left in enumerate(weights):
+            for j, right in enumerate(weights):
+                square += left * right * gram[i][j]
         if not math.isfinite(square):
             return math.inf
         worst = max(worst, square)
@@ -145,17 +155,22 @@ def guesses(
 
     With an order of its own a forecast is the whole polynomial. `noise`: relative rounding error of one output.
     """
-    span = abs(now.at - history[-1].at)
+    span, found = abs(now.at - history[-1].at), []
     if order is not None:
-        reached = len(nodes((*history, now), order)) - 1
-        plans = [(FULL[:order], reached + 1.0, missed(grams, ()))]
+        reached = min(order + 1, len(trusted((*history, now)))) - 1
+        found.append(Guess(FULL[:order], missed(grams, ()), span, reached + 1.0))
     else:
-        known = len(nodes(history, 2)) - 1  # terms: a young history has none, and says nothing about any
-        choices = [best_shares(grams, k) for k in range(known + 1)]
-        plans = [(shares, 1.0 + sum(shares), missed(grams, shares)) for shares in choices]
-    found = []
-    for shares, power, raw in plans:
-        rounding = noise * gain(history, shares, now.at) if noise else 0.0
-        error = math.sqrt(max(raw * raw - rounding * rounding, FLOOR * FLOOR)) if math.isfinite(raw) else math.inf
-        found.append(Guess(shares, error, span, power))
+        for terms in range(min(len(trusted(history)), 3)):  # a young history has none, and says nothing about any
+            shares = best_shares(grams, terms) if terms else ()
+            found.append(Guess(shares, missed(grams, shares), span, 1.0 + sum(shares)))
+    for i, guess in enumerate(found):
+        rounding = noise * gain(history, guess.shares, now.at) if noise else 0.0
+        if math.isfinite(guess.error):
+            error = math.sqrt(max(guess.error**2 - rounding**2, FLOOR**2))
+            found[i] = Guess(guess.shares, error, span, guess.power)
     return found
+
+
+def gain(history: Sequence[Sample], shares: Sequence[float], at: float) -> float:
+    """By how much independent rounding of the samples grows in a forecast: sqrt(1 + sum of squared weights)."""
+    return math.sqrt(1.0 + sum(w * w for w in forecast_weights(history, shares, at)))

@@ -97,11 +97,6 @@ class StepControl:
     max_steps: int | None = None
     kept: bool = False
 
-    @property
-    def orders(self) -> tuple[int, ...]:
-        """Orders that are compared at each computed step."""
-        return (0, 1, 2) if self.order is None else (self.order,)
-
     def walk(self, index: int, levels: Levels, guess: Guess, room: int) -> tuple[int, float]:
         """(the next step to compute after `index`, what the forecasts up to it are expected to cost).
 
@@ -128,9 +123,12 @@ class StepControl:
         The order that reaches farthest, and of those that reach as far the one that is expected to miss least: low
         orders where guidance makes the outputs stiff or gaps are long, high ones where they are smooth.
         """
-        plans = [(*self.walk(index, levels, guess, room), guess) for guess in guesses]
-        step, spent, guess = min(plans, key=lambda plan: (-plan[0], plan[1]))
-        return guess, step, spent
+        best, far, least = guesses[0], 0, math.inf
+        for guess in guesses:
+            step, spent = self.walk(index, levels, guess, room)
+            if step > far or (step == far and spent < least):
+                best, far, least = guess, step, spent
+        return best, far, least
 
     def room(self, index: int, levels: Levels, before: int, left: int | None) -> int:
         """The longest gap allowed after one of `before` steps, with `left` computed steps to go (None: any number)."""
