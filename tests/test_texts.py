@@ -30,6 +30,7 @@ OTHERS = {
 EXAMPLES = (
     r"(.*/)?(FILE|NAME|KIND|my|file|style|face|prompts|frame\d+|svdq-.*|svdquant|search_schedule_KIND)\.\w+",
     r"[\w.-]+\.safetensors",  # weights that somebody has
+    r"(out/)?(bench|sweep)\.(json|csv|png)",  # what the verbs of these names write
     r"(results/)?(attention|caches|house|tuned)\.json",  # what scripts in benchmarks/ write
     r"ROOM/\w+\.py",
 )

@@ -2,7 +2,7 @@
 
 A verb's file has `add_arguments(parser)` and `run(args) -> int`. Its result goes to stdout, with --json as
 exactly one document; progress and complaints go to stderr.
-Exit codes: 0 done, 1 failed or refused, 2 bad arguments, 130 interrupted.
+Exit codes: 0 done, 1 failed or refused, 2 bad arguments, 4 worse than what was asked for, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from .. import __version__
 from ..errors import DiffaccelError, nearest
 
 VERBS: dict[str, str] = {
+    "bench": "measure plans in turn on one pipeline: speed, fidelity, steps, memory; a report; a regression check",
     "demo": "generate pictures with and without acceleration and compare speed and fidelity",
     "export": "write a plan as a command or script for SGLang, vLLM-Omni, xDiT or diffusers",
     "ledger": "say what a generation costs: FLOPs, memory, seconds, dollars",
     "plan": "show what a preset would switch on for a pipeline, and why",
     "presets": "list the presets, or print one",
     "quantize": "turn a pipeline's denoisers into a 4-bit checkpoint (SVDQuant)",
+    "sweep": "one parameter from careful to bold: a curve of speed and fidelity, beside simply fewer steps",
     "tune": "search the steps that are worth computing, for one pipeline, and write presets",
 }
-_LATER = ("bench", "comfyui", "doctor", "sweep")
+_LATER = ("comfyui", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,12 +6,12 @@ import argparse
 import contextlib
 import json
 import math
-import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..bench.environment import environment
 from ..core.place import BALANCED, LEVELS
 from . import hush_libraries
 from .contest import runs, settle
@@ -220,22 +220,6 @@ def report_text(document: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
             "   ".join(f"{word}: {files[name]}" for name, word in places.items() if name in files),
         ]
     )
-
-
-def environment() -> dict[str, Any]:
-    """The versions and the machine that a figure belongs to."""
-    from importlib.metadata import version
-
-    import torch
-
-    names = ("diffusers", "transformers", "accelerate")
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **{name: version(name) for name in names},
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-    }
 
 
 def _fidelity(entry: dict[str, Any]) -> str:

@@ -1,32 +1,60 @@
-"""What several verbs are given: a pipeline by folder or by the testbed's name, sizes, whole numbers, prompts."""
+"""What several verbs are given: a pipeline by folder, file or testbed, sizes, numbers, call arguments, prompts."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..bench.sources import Source
 
 TESTBED = "testbed:"
 
 
 def load_pipeline(model: str, size: tuple[int, ...] | None) -> tuple[Any, dict[str, Any]]:
     """The pipeline, and the arguments of a call besides prompt, steps and generator."""
-    call: dict[str, Any] = {}
-    if model.startswith(TESTBED):
-        from .. import testbed
+    source = load_source(model)
+    return source.pipe, source.call | dict(zip(("width", "height", "num_frames"), size or (), strict=False))
 
-        kind = model.removeprefix(TESTBED)
-        pipe: Any = testbed.load(kind)
-        call = testbed.call_kwargs(kind)
-    else:
-        from .plan import _load as load_folder
 
-        pipe = load_folder(Path(model))
-    call |= dict(zip(("width", "height", "num_frames"), size or (), strict=False))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe, call
+def load_source(model: str) -> Source:
+    """The pipeline of a testbed, a folder or a Python file, with what goes with it."""
+    from ..bench.sources import load
+
+    return load(model)
+
+
+def say(line: str) -> None:
+    """Progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def number(text: str) -> float:
+    """Parses a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
+    return value
+
+
+def pair(text: str) -> tuple[str, Any]:
+    """Parses NAME=VALUE; the value as JSON where it is some, else as text."""
+    name, sign, value = text.partition("=")
+    if not sign or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def whole(least: int) -> Callable[[str], int]:

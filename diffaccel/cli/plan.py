@@ -65,21 +65,6 @@ def _load(model: Path | str) -> Any:
         return model
     if not any(folder.glob("*/*.safetensors")) and not any(folder.glob("*/*.bin")):
         return folder
-    from diffusers import DiffusionPipeline
+    from ..bench.sources import folder as load_folder
 
-    if not (folder / "model_index.json").is_file():
-        raise FileNotFoundError(f"no diffusers pipeline in {folder} (no model_index.json there)")
-    return DiffusionPipeline.from_pretrained(str(folder), local_files_only=True, dtype=_saved_dtype(folder))
-
-
-def _saved_dtype(folder: Path) -> Any:
-    """The dtype of the denoiser's weights in their files; None where there are none of a kind that says so."""
-    import torch
-    from safetensors import safe_open
-
-    names = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    for path in sorted((*folder.glob("transformer/*.safetensors"), *folder.glob("unet/*.safetensors"))):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a mapping
-                return names.get(file.get_slice(key).get_dtype())
-    return None
+    return load_folder(folder)

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
-from typing import Any
 
 from . import hush_libraries
-from .given import TESTBED, load_pipeline, prompts_of, size, whole
+from .given import TESTBED, load_pipeline, number, pair, prompts_of, say, size, whole
 
 _RIVALS = ("own", "euler", "unipc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("pipeline", metavar="PIPELINE", help="a diffusers pipeline on this machine, or testbed:image|video")
+    add("pipeline", metavar="PIPELINE", help="a folder, FILE.py that builds a pipeline, or testbed:KIND")
     add("--computed", type=whole(2), nargs="+", metavar="N", help="numbers of computed steps (half and a third)")
-    add("--min-psnr", type=_number, nargs="+", default=[], metavar="DB", help="or: the fewest steps that reach this")
+    add("--min-psnr", type=number, nargs="+", default=[], metavar="DB", help="or: the fewest steps that reach this")
     add("--steps", type=whole(3), metavar="N", help="steps of the plain run (the pipeline's own number)")
     add("--prompts", metavar="FILE", help="prompts to search on, one a line (the first 8); testbed: or a number (8)")
     add("--held-out", metavar="FILE", help="prompts to measure the result on; testbed: or a number (none)")
     add("--size", type=size, metavar="WxH[xF]", help="size of the pictures (the pipeline's own)")
-    add("--call", type=_pair, action="append", default=[], metavar="NAME=VALUE", help="an argument of the pipeline")
+    add("--call", type=pair, action="append", default=[], metavar="NAME=VALUE", help="an argument of the pipeline")
     add("--seed", type=whole(0), default=0, metavar="N", help="seed of the first prompt (0)")
     add("--batch", type=whole(1), default=1, metavar="N", help="prompts that run at once (1)")
     add("--runs", type=whole(1), default=24, metavar="N", help="real runs at most, all prompts once each (24)")
-    add("--max-minutes", type=_number, metavar="M", help="no run begins later")
+    add("--max-minutes", type=number, metavar="M", help="no run begins later")
     add("--rivals", nargs="*", choices=_RIVALS, default=_RIVALS, help="fewer steps that compete (own euler unipc)")
     add("--calibrate", action="store_true", help="also calibrate the adaptive cache's tolerance to PSNR")
     add("--out", type=Path, default=Path("tuned"), metavar="DIR", help="folder for presets and journal (tuned)")
@@ -58,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             pipe, prompts, budgets or None, seeds=args.seed, held_out=held_out, batch=args.batch, runs=args.runs,
             max_minutes=args.max_minutes, rivals=args.rivals,
             tolerances=TOLERANCES if args.calibrate else (), journal=args.out / "journal.json", out=args.out,
-            say=None if args.quiet else _say, **call,
+            say=None if args.quiet else say, **call,
         )  # fmt: skip
     except KeyboardInterrupt:
         print(f"diffaccel: what is done lies in {args.out}; the same command goes on from there", file=sys.stderr)
@@ -69,28 +67,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join([str(found), *written]))
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
-    return value
-
-
-def _pair(text: str) -> tuple[str, Any]:
-    """NAME=VALUE; the value as JSON where it is some, else as text."""
-    name, sign, value = text.partition("=")
-    if not sign or not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value

@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..bench import bench as bench
+    from ..bench import sweep as sweep
     from .bootstrap import Interval as Interval
     from .broken import faults as faults
     from .colour import colour_shift as colour_shift
@@ -47,9 +49,14 @@ _HOMES = {
     "psnr": "metrics",
     "ssim": "metrics",
 }
+_ABOVE = (
+    "bench",
+    "sweep",
+)  # of the room `bench`, which stands far above this one: handed on to whoever looks for it here
 __all__ = [
     "Interval",
     "Judgement",
+    "bench",
     "colour_shift",
     "compare",
     "difference",
@@ -65,10 +72,13 @@ __all__ = [
     "mse",
     "psnr",
     "ssim",
+    "sweep",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ABOVE:
+        return getattr(importlib.import_module(f"{__package__.rpartition('.')[0]}.bench"), name)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

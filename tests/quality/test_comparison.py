@@ -71,3 +71,10 @@ def test_unknown_attribute_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="vmaf"):
         _ = diffaccel.quality.vmaf
+
+
+def test_bench_and_sweep_are_found_here_too():
+    import diffaccel.bench
+    import diffaccel.quality
+
+    assert diffaccel.quality.bench is diffaccel.bench.bench and diffaccel.quality.sweep is diffaccel.bench.sweep
