@@ -59,6 +59,11 @@ def sample_of(output: Any) -> torch.Tensor:
     return found
 
 
+def noisy(kwargs: dict[str, Any]) -> bool:
+    """Does the pipeline ask for noise at each step?"""
+    return any(isinstance(kwargs.get(name), (int, float)) and kwargs[name] > 0 for name in ("eta", "s_churn"))
+
+
 def argument(call: StepCall, place: int, name: str) -> Any:
     """An argument of `scheduler.step(model_output, timestep, sample)`, wherever it was put."""
     args, kwargs = call

@@ -25,7 +25,7 @@ from .fidelity import TABLE, Fit
 from .grouped import GroupedPolicy
 from .levels import levels_of, why_not
 from .policy import Memory, Policy
-from .replay import StepCall, Trail, argument, changed, replay, rows_put, sample_of, state_of
+from .replay import StepCall, Trail, argument, changed, noisy, replay, rows_put, sample_of, state_of
 
 if TYPE_CHECKING:
     from ..core.run import Call, Run
@@ -41,7 +41,7 @@ class StepRules:
     Attributes:
         tolerance, order, max_gap, max_steps: see `StepControl`.
         correct: order with which skipped steps are interpolated afterwards, 0: not at all; None: one above that of
-            the forecasts they took, at most 2.
+            the forecasts they took, at most 2, and not where these missed too much (`StepControl.torn`).
         fit: how prices go with PSNR, for the report and for `min_psnr_db`.
         min_psnr_db: the tolerance follows from this, and is kept for what gaps really cost; None: it does not.
         max_seconds: of the loop: turned into computed steps once it is known what one takes; None: no limit.
@@ -163,7 +163,7 @@ class Controller:
         if not calls or self.asked != run.loop or self.levels is None or run.step >= len(self.levels.at):
             return step(*args, **kwargs)
         call: StepCall = (args, kwargs)
-        if _noisy(kwargs):
+        if noisy(kwargs):
             self._stand_down(run, "the pipeline asks its scheduler for fresh noise (eta, s_churn)")
             return step(*args, **kwargs)
         state = self._steering(run)
@@ -226,7 +226,8 @@ class Controller:
                 said = _with_rows(said, rows, guess)
                 continue
             now = Sample(levels.at[index], (output[rows],))
-            given = self._go_back(scheduler, step, trails[unit], tracks[unit], now, rows, given)
+            if trails[unit].steps and not (self.rules.correct is None and control.torn(tracks[unit], found[unit])):
+                given = self._go_back(scheduler, step, trails[unit], tracks[unit], now, rows, given)
             tracks[unit] = control.advance(tracks[unit], now, index, levels, found[unit])
             trails[unit] = Trail()
         call = changed(call, said, given)
@@ -336,11 +337,6 @@ def _noise_of(run: Run, who: Sequence[Who]) -> float:
     """Relative rounding error of what the denoiser says, by the dtype in which it says it (pipelines may widen it)."""
     said = [tensor for component, branch, *_ in who for tensor in leaves(run.outputs.get((component, branch)))[0]]
     return max((NOISE.get(tensor.dtype, 0.0) for tensor in said), default=0.0)
-
-
-def _noisy(kwargs: dict[str, Any]) -> bool:
-    """Does the pipeline ask for noise at each step?"""
-    return any(isinstance(kwargs.get(name), (int, float)) and kwargs[name] > 0 for name in ("eta", "s_churn"))
 
 
 def _with_rows(whole: torch.Tensor, rows: slice, part: torch.Tensor) -> torch.Tensor:

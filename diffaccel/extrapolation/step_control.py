@@ -21,6 +21,7 @@ GROWTH = 2  # a gap is at most so many times as long as the one before it: one l
 AHEAD, LEAST = 3, 0.1  # see `StepControl.thrifty`
 SHARE = 0.28  # of a loop's steps, the longest gap unless told
 KEPT_SHARE = 0.5  # where a promise about the picture steers instead
+TORN = 0.7  # where a gap's forecast missed by more, what came of it is no ground for a correction
 TAIL = 0.5  # of the tolerance: what the forecasts up to a loop's end may cost, which nothing corrects
 
 
@@ -191,6 +192,14 @@ class StepControl:
         history = (*track.history, now)[-DEPTH:]
         done = track.done + 1
         return Track(history, upto, guess.shares, guess.power, guess.error, spent, index, done, paid, gaps)
+
+    def torn(self, track: Track, found: Sequence[Gram]) -> bool:
+        """Did the forecast of the gap that ends here miss so much that correcting the gap would do harm?
+
+        The output that is known now was computed from what the forecasts led to. Under strong guidance a long gap
+        leads far away, and that output tells of another place than the one the sampler would be sent back over.
+        """
+        return bool(found) and missed(found, track.shares if self.order is None else ()) > TORN
 
     def thrifty(self, paid: float, gaps: int) -> StepControl:
         """These rules with the tolerance lowered where the gaps so far cost more than it allows, if it is `kept`.

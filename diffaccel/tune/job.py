@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.clock import euler_lengths
+from ..caching.levels import why_never
 from ..core.options import GOT, confirm, number
 from ..handle import handle_of
 from ..models.registry import lookup
@@ -208,8 +208,7 @@ class _Job:
 
     def _corrects(self) -> bool:
         """Does a correction act under this scheduler?"""
-        sigmas = [*self.recording.axis, 0.0] if self.recording.coordinate == "sigma" else []
-        return euler_lengths(self.pipe.scheduler, sigmas) is not None
+        return why_never(self.pipe.scheduler) is None
 
     def surrogate(self) -> Surrogate:
         """Fitted to everything that is known."""

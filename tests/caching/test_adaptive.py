@@ -33,7 +33,14 @@ def sigmas_of(scheduler: Any) -> list[float]:
 
 
 def by_hand(
-    pipe: Any, family: str, computed: list[int], order: int, correct: int, nudge: float = 0.0, **call: Any
+    pipe: Any,
+    family: str,
+    computed: list[int],
+    order: int,
+    correct: int,
+    nudge: float = 0.0,
+    axis: str = "sigma",
+    **call: Any,
 ) -> torch.Tensor:
     """A plain run whose scheduler is stepped by hand: forecasts where a step is not computed, then taken again.
 
@@ -45,7 +52,7 @@ def by_hand(
     held: dict[str, Any] = {"skipped": [], "index": 0}
 
     def combined(known: list[int], at: int) -> torch.Tensor:
-        sigmas = sigmas_of(scheduler)
+        sigmas = sigmas_of(scheduler) if axis == "sigma" else list(map(float, range(STEPS)))
         weights = lagrange([sigmas[k] for k in known], sigmas[at])
         return sum(w * outputs[k].double() for w, k in zip(weights, known, strict=True)).float()
 

@@ -26,6 +26,7 @@ from ..scopes.denoiser import Denoiser
 from ..scopes.stack import blocks_of
 
 if TYPE_CHECKING:
+    from ..following import Follower
     from ..steering import Controller, StepRules
 
 # The parameters of `StepCache` that are guards.
@@ -174,7 +175,7 @@ class StepCache:
             return Verdict.yes(off)
         least = recipe.policy.guards.min_steps
         down = f"; runs of fewer than {least} steps are computed in full" if least else ""
-        return Verdict.yes(f"{self.describe(recipe, target)}{down}")
+        return Verdict.yes(f"{self.describe(recipe, target)}{_uncorrected(recipe, target)}{down}")
 
     def predict(self, target: Target) -> Mapping[str, Any]:
         """Share of the denoiser's parameters that a reused step does not touch (counted on the model)."""
@@ -196,6 +197,7 @@ class StepCache:
             recipe = self.full_recipe(target)
             on.control = Control(self.name, getattr(target.pipe, "components", {}), site.rank)
             on.steps = None if recipe.steps is None else replace(recipe.steps, process_group=recipe.process_group)
+            on.follower = follower_of(self.name, recipe)
             for component, root in site.roots.items():
                 module = unwrap_module(getattr(target.pipe, component))
                 on.add(put_on(self.name, module, root, target.spec, recipe, site.rank), site.rank)
@@ -214,12 +216,34 @@ class StepCache:
         )
 
 
+def _uncorrected(recipe: CacheRecipe, target: Target) -> str:
+    """Why the correction that was asked for will be left out, or ""."""
+    scheduler = getattr(target.pipe, "scheduler", None)
+    if not recipe.scope.correction() or scheduler is None:
+        return ""
+    from ..levels import why_never
+
+    reason = why_never(scheduler)
+    return f"; no correction: {reason}" if reason else ""
+
+
+def follower_of(name: str, recipe: CacheRecipe) -> Follower | None:
+    """Who corrects under schedulers that are not Euler's; None where nothing is corrected afterwards."""
+    order, forecast = recipe.scope.correction(), recipe.policy.predictor
+    if not order or recipe.per_sample or not isinstance(forecast, Forecast):
+        return None
+    from ..following import Follower  # loaded where it is wanted
+
+    return Follower(name, order, forecast.coordinate)
+
+
 class _Attached:
     """A cache that is on: one engine per denoiser, and what they say of a run together."""
 
     def __init__(self, name: str, off: bool) -> None:
         self.name, self.off = name, off
         self.steps: StepRules | None = None
+        self.follower: Follower | None = None
         self.engines: list[Engine] = []
         self.control: Control | None = None
 
@@ -255,6 +279,8 @@ class _Attached:
         run.state[self.name] = PerRun()
         if self.steps is not None:
             run.sampler = self.steps.controller(self.name)
+        elif self.follower is not None:
+            run.sampler = self.follower
         if self.control is not None:
             self.control.begin_run(run, {engine.root.component: engine.module for engine in self.engines})
 

@@ -121,6 +121,8 @@ class DenoiserHooks:
         assert branch is not None and engine.call is not None
         run, missed, forecast = engine.call.run, branch.missed, branch.policy.predictor
         lengths = euler_lengths(run.scheduler, run.schedule()[1])
+        if lengths is None and run.sampler is not None:  # the sampler goes back instead, or says why not
+            return output
         if lengths is None or not isinstance(forecast, Forecast):
             name = type(run.scheduler).__name__
             run.note(f"{engine.name} left out its correction: {name} does not simply add the denoiser's output")
