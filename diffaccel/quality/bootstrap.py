@@ -51,7 +51,7 @@ def bootstrap(
     data = np.asarray(values, dtype=float)
     found = float(statistic(data[None], axis=1)[0])
     drawn = statistic(np.random.default_rng(seed).choice(data, (draws, len(data))), axis=1)
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    low, high = map(float, np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2]))
     stretch = _stretch((1 - level) / 2, len(data))
     return Interval(found, found - stretch * (found - low), found + stretch * (high - found), level, len(data))
 
