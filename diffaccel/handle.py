@@ -22,10 +22,11 @@ from .core.snapshot import Snapshot
 from .core.stack import Stack
 from .errors import DiffaccelError, IncompatibleError
 from .models.registry import lookup
-from .planner.levers import PLACES
+from .planner.levers import PLACES, RIVALS
 from .planner.options import LEVEL, require_parameters, wished
 from .planner.plan import Plan, PlanItem
 from .planner.resolve import Decision, Judged, resolve
+from .planner.rivals import without
 
 if TYPE_CHECKING:
     from .core.compat import Args, Forward, Kwargs, Output
@@ -239,10 +240,13 @@ class Acceleration:
         wishes = {k: v for k, v in wishes.items() if k != key and not place.owns(k)}
         given = {place.prefix + k: v for k, v in parameters.items() if v is not None}
         wishes = {**wishes, key: value, **given}
+        taken: list[str] = []
+        if value and key in RIVALS:
+            wishes, taken = without(wishes, key, RIVALS[key])
         known = self._decision.untouched(key, wishes) if self.stack.fits(lookup(self.pipe)) else {}
         decision = self.decide_again(wishes, known)
         decision.require(key)
-        note = None
+        note = next(iter(taken), None)
         if value and before and before != value:
             note = f"{place.item(value)} took the place of {place.item(before)}"
         self.adopt(decision, note)

@@ -196,6 +196,16 @@ class Accelerated:
         """Take the step cache off."""
         return _disable(self, "cache")
 
+    def enable_solver(self, method: str = "abm", **parameters: object) -> Self:
+        """Take the scheduler's steps with a solver of the package: "abm" (variable-step Adams-Bashforth-Moulton).
+        Keywords (order, corrector, grid, tolerance) are those of `solvers.config.AbmSolver`. A step cache that is
+        on is switched off."""
+        return _enable(self, "solver", method, parameters)
+
+    def disable_solver(self) -> Self:
+        """Back to the scheduler's own steps."""
+        return _disable(self, "solver")
+
     def enable_compile(self, **parameters: object) -> Self:
         """Compile the denoisers' blocks one by one; keywords are those of `compilation.regional.RegionalCompile`."""
         return _enable(self, "compile", True, parameters)

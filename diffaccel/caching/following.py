@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..core.clock import euler_lengths
+from ..core.listener import Sampler
+from ..core.sampling import argument, changed, noisy, sample_of
 from ..core.state import PerRun
 from ..extrapolation.forecast import Sample
 from ..extrapolation.hindsight import interpolated
 from ..extrapolation.step_control import DEPTH
 from .levels import why_not
-from .replay import StepCall, Trail, argument, changed, noisy, replay, sample_of
+from .replay import Trail, replay
 
 if TYPE_CHECKING:
     from ..core.run import Run
+    from ..core.sampling import StepCall
 
 
 class Followed(NamedTuple):
@@ -44,7 +47,7 @@ class Followed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Follower:
+class Follower(Sampler):
     """The sampler's listener of one run (`Run.sampler`): it decides nothing.
 
     Attributes:

@@ -10,25 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core.clock import schedule_of
+from ..core.sampling import EPSILON, FLOW, VELOCITY, draws_noise, in_order, noise_levels, prediction_of, twin
 from ..extrapolation.step_control import Levels
-from .replay import twin
 
 if TYPE_CHECKING:
     from ..core.protocols import Scheduler
     from ..core.run import Run
 
-LEAST_ALPHA = 2.0**-24
-
-# What the denoiser may predict, by the scheduler's own word for it.
-FLOW, EPSILON, VELOCITY = "flow_prediction", "epsilon", "v_prediction"
-
 NOISY = "{name} adds fresh noise at its steps, so that skipped ones cannot be told from computed ones"
-
-
-def prediction_of(scheduler: Scheduler) -> str:
-    """What the denoiser predicts, in the scheduler's words; flow-matching schedulers have none and predict flow."""
-    config = getattr(scheduler, "config", {})
-    return str(config.get("prediction_type", FLOW))
 
 
 def levels_of(scheduler: Scheduler, timesteps: Sequence[float], sigmas: Sequence[float]) -> Levels | None:
@@ -38,19 +27,12 @@ def levels_of(scheduler: Scheduler, timesteps: Sequence[float], sigmas: Sequence
     k-diffusion's sigma; there a step of d costs d / (1 + sigma): what it moves the latents by once they are scaled to
     unit size, as a flow has them. An error of v counts alpha times that of epsilon.
     """
-    kind, count = prediction_of(scheduler), len(timesteps)
-    if kind == FLOW:
-        at = list(sigmas[: count + 1])
-        at = [*at, 0.0] if len(at) == count else at
-        if len(at) != count + 1:
-            return None
-        return Levels(tuple(at[:-1]), tuple(growth(a) * abs(b - a) for a, b in pairwise(at)))
-    if kind not in (EPSILON, VELOCITY):
-        return None
-    at = list(sigmas[: count + 1]) if len(sigmas) >= count else _from_alphas(scheduler, timesteps)
+    kind = prediction_of(scheduler)
+    at = noise_levels(scheduler, timesteps, sigmas) if kind in (FLOW, EPSILON, VELOCITY) else []
     if not at:
         return None
-    at = [*at, 0.0] if len(at) == count else at
+    if kind == FLOW:
+        return Levels(tuple(at[:-1]), tuple(growth(a) * abs(b - a) for a, b in pairwise(at)))
     cost = [abs(b - a) / (1.0 + a) for a, b in pairwise(at)]
     if kind == VELOCITY:
         cost = [c / (1.0 + a * a) ** 0.5 for a, c in zip(at, cost, strict=False)]
@@ -64,19 +46,6 @@ def growth(sigma: float) -> float:
     times, and 1.1 times at 0.5; under guidance it hardly grows, but outputs are up to 3 times as large at the start.
     """
     return 1.0 + 2.0 * sigma**4
-
-
-def _from_alphas(scheduler: Scheduler, timesteps: Sequence[float]) -> list[float]:
-    """k-diffusion's sigma at each timestep, for schedulers that keep none (DDIM); empty where there are no alphas.
-
-    Alphas of 0 (zero terminal signal-to-noise ratio, as CogVideoX has it) are read as 2**-24, diffusers' own way out.
-    """
-    alphas = getattr(scheduler, "alphas_cumprod", None)
-    if alphas is None:
-        return []
-    alphas = alphas.double().clamp(min=LEAST_ALPHA)
-    table = ((1 - alphas) / alphas).sqrt().tolist()
-    return [table[min(max(round(t), 0), len(table) - 1)] for t in timesteps]
 
 
 def why_not(run: Run) -> str | None:
@@ -123,35 +92,8 @@ def _why_not(scheduler: Scheduler, timesteps: Sequence[float], sigmas: Sequence[
     levels = levels_of(scheduler, timesteps, sigmas)
     if levels is None:
         return f"{name} gives no noise levels, which this cache needs"
-    if not _in_order(levels.at):
+    if not in_order(levels.at):
         return f"{name} comes to one noise level more than once, so that outputs are no function of it"
     if list(inspect.signature(type(scheduler).step).parameters)[1:4] != ["model_output", "timestep", "sample"]:
         return f"{name}.step takes other arguments than an output, a timestep and a sample"
     return NOISY.format(name=name) if draws_noise(scheduler) else None
-
-
-def _in_order(at: Sequence[float]) -> bool:
-    return all(b < a for a, b in pairwise(at)) or all(b > a for a, b in pairwise(at))
-
-
-def draws_noise(scheduler: Scheduler) -> bool:
-    """Does `step` draw random numbers? Tried on a copy that stands where the scheduler stands.
-
-    What it drew may have been multiplied by 0 at this step (SA-Solver at its ends), so the generators are looked at.
-    """
-    timesteps = getattr(scheduler, "timesteps", None)
-    if timesteps is None or len(timesteps) == 0:
-        return False
-    tried = twin(scheduler)
-    device = getattr(timesteps, "device", torch.device("cpu"))
-    sample = torch.linspace(-1, 1, 64, device=device).view(1, 4, 4, 4)
-    at = getattr(tried, "begin_index", None) or 0
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        before = _generators(device)
-        tried.step(0.5 * sample, timesteps[at], sample)
-        return not all(map(torch.equal, before, _generators(device)))
-
-
-def _generators(device: torch.device) -> list[torch.Tensor]:
-    """The states of torch's own generators that a step on this device may draw from."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]

@@ -14,75 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.clock import TAPS
+from ..core.sampling import argument, changed, put_state, sample_of, state_of
 
 if TYPE_CHECKING:
     from ..core.protocols import Scheduler
-
-StepCall = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of `scheduler.step`
-
-
-def state_of(scheduler: Scheduler) -> dict[str, Any]:
-    """What a scheduler's `step` may change: its attributes, lists and dicts copied, tensors shared.
-
-    Schedulers replace tensors rather than write into them.
-    """
-    return {key: _shallow(value) for key, value in vars(scheduler).items() if key not in TAPS}
-
-
-def put_state(scheduler: Scheduler, state: dict[str, Any]) -> None:
-    """Give a scheduler a state of `state_of`, which may be given again."""
-    own = vars(scheduler)
-    for key in [key for key in own if key not in TAPS and key not in state]:
-        del own[key]
-    own.update({key: _shallow(value) for key, value in state.items()})
-
-
-def twin(scheduler: Any) -> Any:
-    """A scheduler in the same state, to try things on; unwatched.
-
-    Not by `copy`, which leaves `__slotnames__` on a class that it copies for the first time, and classes of diffusers
-    are not written to.
-    """
-    other = object.__new__(type(scheduler))
-    put_state(other, state_of(scheduler))
-    return other
-
-
-def _shallow(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict) else value
-
-
-def sample_of(output: Any) -> torch.Tensor:
-    """The new latents in what `scheduler.step` returned."""
-    found: torch.Tensor = output[0] if isinstance(output, tuple) else output.prev_sample
-    return found
-
-
-def noisy(kwargs: dict[str, Any]) -> bool:
-    """Does the pipeline ask for noise at each step?"""
-    return any(isinstance(kwargs.get(name), (int, float)) and kwargs[name] > 0 for name in ("eta", "s_churn"))
-
-
-def argument(call: StepCall, place: int, name: str) -> Any:
-    """An argument of `scheduler.step(model_output, timestep, sample)`, wherever it was put."""
-    args, kwargs = call
-    return args[place] if place < len(args) else kwargs[name]
-
-
-def changed(call: StepCall, output: torch.Tensor, sample: torch.Tensor) -> StepCall:
-    """The call with another model output and another sample.
-
-    Pipelines may give the output twice: Cosmos does, as `pred_original_sample` too.
-    """
-    said = argument(call, 0, "model_output")
-    args, kwargs = list(call[0]), {name: output if value is said else value for name, value in call[1].items()}
-    for place, name, value in ((0, "model_output", output), (2, "sample", sample)):
-        if place < len(args):
-            args[place] = value
-        else:
-            kwargs[name] = value
-    return tuple(args), kwargs
+    from ..core.sampling import StepCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..core.compat import leaves
+from ..core.listener import Sampler
+from ..core.sampling import argument, changed, noisy, sample_of, state_of
 from ..core.state import PerRun
 from ..extrapolation.forecast import Sample
 from ..extrapolation.hindsight import Gram, forecast, interpolated
@@ -25,10 +27,11 @@ from .fidelity import TABLE, Fit
 from .grouped import GroupedPolicy
 from .levels import levels_of, why_not
 from .policy import Memory, Policy
-from .replay import StepCall, Trail, argument, changed, noisy, replay, rows_put, sample_of, state_of
+from .replay import Trail, replay, rows_put
 
 if TYPE_CHECKING:
     from ..core.run import Call, Run
+    from ..core.sampling import StepCall
 
 NOISE = {torch.bfloat16: 3e-3, torch.float16: 4e-4}  # relative rounding error of a model's output, measured
 ALL = slice(None)
@@ -88,7 +91,7 @@ class Steering(NamedTuple):
     trails: tuple[Trail, ...] = ()
 
 
-class Controller:
+class Controller(Sampler):
     """The sampler's listener of one run (`Run.sampler`). What it remembers lies in `run.state`."""
 
     def __init__(self, name: str, rules: StepRules) -> None:

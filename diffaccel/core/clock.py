@@ -37,6 +37,8 @@ class _Tap:
     def __deepcopy__(self, memo: dict[int, Argument]) -> _Tap:
         # A pipeline may copy its scheduler in mid-run; the copy's method must step the copy, unwatched.
         copied = memo.get(id(self.scheduler), self.scheduler)
+        if self.run is not None and not self.run.ticks:
+            self.run.copies += 1
         return type(self)(copied, self.name, None)
 
 
@@ -55,9 +57,14 @@ class _StepTap(_Tap):
 
 class _LoopTap(_Tap):
     def __call__(self, *args: Argument, **kwargs: Argument) -> Output:
-        if self.run is not None:
-            self.run.end_loop()
-        return self.fn(*args, **kwargs)
+        run = self.run
+        if run is None:
+            return self.fn(*args, **kwargs)
+        run.end_loop()
+        output = self.fn(*args, **kwargs)
+        if run.sampler is not None:
+            run.sampler.begin_loop(run)
+        return output
 
 
 TAPS = {"step": _StepTap, "set_timesteps": _LoopTap}

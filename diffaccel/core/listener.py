@@ -43,6 +43,10 @@ class Sampler(Protocol):
     def step(self, run: Run, step: Forward, args: Args, kwargs: Kwargs) -> Output:
         """Instead of `scheduler.step(*args, **kwargs)`; `step` is the scheduler's own. It may go back and forth."""
 
+    def begin_loop(self, run: Run) -> None:
+        """`set_timesteps` returned."""
+        return
+
 
 def call_after(call: Call) -> tuple[int, str, str] | None:
     """(step, component, branch) of the next call of this loop, as the step before ran; None where there is none."""

@@ -93,6 +93,7 @@ class Run:
         self.hits = 0
         self.condition: str | None = None  # of the call to come, where a guider says so (modular pipelines)
         self.conditions: dict[int, list[str]] = {}  # of this step, by guider
+        self.copies = 0  # how often the pipeline copied its scheduler before the first step, for a stream of its own
         self.edits = 0  # how often a callback of the user's exchanged what the pipeline is conditioned on
         self._begins: dict[int, int] = {}  # per loop: where in the scheduler's own table it began
         self._schedules: dict[int, tuple[list[float], list[float]]] = {}

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .run import Call, Run
 
 
+ARRAYS = ("timesteps", "sigmas")
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """A run paused at a step boundary (opaque; made by `pipe.acceleration.snapshot()`)."""
@@ -99,9 +102,18 @@ def take(run: Run) -> Snapshot:
     )
 
 
+def _into(array: Output, value: Output) -> Output:
+    """The array that a loop may be going over views of, with other values."""
+    if not isinstance(array, torch.Tensor) or not isinstance(value, torch.Tensor) or array.shape != value.shape:
+        return value
+    return array if torch.equal(array, value) else array.copy_(value)
+
+
 def put_back(run: Run, snapshot: Snapshot) -> None:
     """Give `run` the state of the snapshot (scheduler, caches, generators)."""
-    vars(run.scheduler).update(copy.deepcopy(snapshot.scheduler))
+    own = vars(run.scheduler)
+    for name, value in copy.deepcopy(snapshot.scheduler).items():
+        own[name] = _into(own.get(name), value) if name in ARRAYS else value
     run.state = {name: state.fork() for name, state in snapshot.states.items()}
     set_rng_states(snapshot.rng)
     run.edits = snapshot.edits

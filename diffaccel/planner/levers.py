@@ -19,6 +19,7 @@ ROOMS = {
     "attention": ("attention.levers", "PLACE"),
     "guidance": ("guidance.levers", "PLACE"),
     "cache": ("caching.levers", "PLACE"),
+    "solver": ("solvers.levers", "PLACE"),
 }
 
 
@@ -53,6 +54,10 @@ def owner_of(key: str) -> Place | None:
         return None
     found = next((name for name in ROOMS if key.startswith(f"{name}_")), None)
     return PLACES[found] if found is not None and PLACES[found].owns(key) else None
+
+
+# Places of which one at a time can be taken: both stand around the scheduler's steps.
+RIVALS: Mapping[str, str] = {"cache": "solver", "solver": "cache"}
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from .options import LEVEL, Budget, build, by_level, level_of, validate, wished
 from .plan import Plan, PlanItem
 from .presets import Preset, load
 from .presets.fitting import fit
+from .rivals import settle
 
 if TYPE_CHECKING:
     from ..core.protocols import Pipeline
@@ -200,6 +201,7 @@ def resolve(
             f"{target.spec.family!r}"
         )
     base, wishes = gather(fit(base, preset, target.spec.family, target.hardware, overrides), overrides)
+    wishes, taken = settle(wishes, overrides)
     worst = min(Fidelity(budget.fidelity), Fidelity(base.fidelity or "lossy"), key=lambda f: f.rank)
     wishes, ungoverned = govern(budget, wishes, base.calibration, strict)
     wishes, unneeded = limit_memory(target, budget, wishes, isinstance(preset, Plan) or "offload" in overrides)
@@ -218,7 +220,7 @@ def resolve(
         hardware=str(target.hardware),
         items=tuple(items),
         budget=budget,
-        notes=(*base.notes, *chosen.remarks, *idle),
+        notes=(*base.notes, *taken, *chosen.remarks, *idle),
         level=level_of(wishes) if led else None,
     )
     return Decision(plan, chosen.levers, target, wishes, chosen.judged)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..caching.replay import twin
 from ..core.clock import schedule_of
+from ..core.sampling import twin
 from ..errors import IncompatibleError
 from ..quality.measurement import generate
 from .response import response, timesteps_left

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..caching.levels import draws_noise
-from ..caching.replay import twin
 from ..core.clock import position
+from ..core.sampling import draws_noise, twin
 from ..errors import IncompatibleError
 
 UNIT = 1e-3  # of the outputs: small, so that nothing is clipped

@@ -11,7 +11,7 @@ import torch
 from diffaccel import accelerate, attach
 from tests import tiny
 
-LEVERS = ("cache", "attention", "guidance", "offload", "both", "attach")
+LEVERS = ("cache", "attention", "guidance", "offload", "solver", "both", "attach")
 CACHES = tiny.TRANSFORMERS  # families on which the first-block cache acts
 ATTENTION = tiny.FAMILIES  # families whose attention can be given to another backend
 DISPATCHED = ("flux", "wan")  # families whose processors obey diffusers' own set_attention_backend
@@ -62,6 +62,8 @@ def lever_options(family: str, lever: str) -> dict[str, Any]:
         options |= {"attention": BACKEND}
     if lever == "guidance":
         options |= guidance_options()
+    if lever == "solver":
+        options |= {"solver": "abm"}
     if lever == "offload":  # acts on families with a stack of blocks
         options |= {"offload": "layerwise", "offload_store": "disk", "offload_resident_layers": 1}
     return options
@@ -84,7 +86,7 @@ def is_exact(family: str, lever: str) -> bool:
     caches = lever in ("cache", "both") and family in CACHES
     attends = lever in ("attention", "both") and family in ATTENTION
     guides = lever == "guidance" and family in GUIDANCE
-    return not (caches or attends or guides)
+    return not (caches or attends or guides or lever == "solver")
 
 
 _memo: dict[str, Any] = {}

@@ -22,6 +22,7 @@ CASES = [
     ("wan", "both", True),
     ("sd3", "cache", True),
     ("sdxl", "attach", True),
+    ("sd3", "solver", True),
 ]
 
 

@@ -77,6 +77,7 @@ VERBS = {
     "enable_stage_offload": ("offload", "stage"),
     "enable_compile": ("compile", True),
     "enable_guidance_cache": ("guidance", "reuse"),
+    "enable_solver": ("solver", "abm"),
     "enable_vae_tiling": ("vae_tiling", "blended"),
     **{cache_verb_name(str(value)): ("cache", value) for value in PLACES["cache"].ready},
 }

@@ -84,6 +84,7 @@ def test_what_acts_everywhere_acts_there(card: Hardware, pipe: Any) -> None:
     for options in (
         {"cache": "first_block"},
         {"guidance": "reuse"},
+        {"solver": "abm"},
         {"vae_tiling": "exact"},
         {"attention": "native"},
         {"quantization": "svdquant"},

@@ -18,6 +18,8 @@ LATER: dict[str, Callable[[Any], Any]] = {
     "disable_attention": lambda pipe: pipe.disable_attention(),
     "enable_guidance_cache": lambda pipe: pipe.enable_guidance_cache(interval=2),
     "disable_guidance_cache": lambda pipe: pipe.disable_guidance_cache(),
+    "enable_solver": lambda pipe: pipe.enable_solver(),
+    "disable_solver": lambda pipe: pipe.disable_solver(),
     "disable_quantization": lambda pipe: pipe.disable_quantization(),
     "enable_int8": lambda pipe: pipe.enable_int8(),
 }
@@ -54,6 +56,7 @@ OFF: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
     "cache": ({"cache": "first_block"}, lambda pipe: pipe.disable_cache()),
     "attention": ({"attention": "native"}, lambda pipe: pipe.disable_attention()),
     "guidance": ({"guidance": "reuse"}, lambda pipe: pipe.disable_guidance_cache()),
+    "solver": ({"solver": "abm"}, lambda pipe: pipe.disable_solver()),
     "quantization": ({"quantization": "int8"}, lambda pipe: pipe.disable_quantization()),
     "compile": ({"compile": True, "compile_backend": "eager"}, lambda pipe: pipe.disable_compile()),
     "offload": ({"offload": "layerwise", "offload_store": "disk"}, lambda pipe: pipe.disable_offload()),
