@@ -77,8 +77,8 @@ class Arrays:
     def fill(self, levels: Sequence[float]) -> str | None:
         """Put a user's levels in the place of the scheduler's, interpolated where it has another number of steps.
 
-        Returns what is to be said about that, or None. The logarithm of the level is interpolated, as ComfyUI's
-        `nodes_optimalsteps.py` does.
+        Returns what is to be said about that, or None. The logarithm of the level is interpolated, as ComfyUI's node
+        for such grids does.
         """
         count = len(self.scheduler.timesteps)
         reason = self.why_not()
