@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
+
 _PLANNING: ContextVar[bool] = ContextVar("planning without weights", default=False)
 
 
@@ -25,3 +27,9 @@ def planning() -> Iterator[None]:
         yield
     finally:
         _PLANNING.reset(token)
+
+
+def execution_device(pipe: object) -> torch.device:
+    """Where a pipeline computes; one without weights is taken to stand on the host, as one just loaded does."""
+    found = torch.device(getattr(pipe, "_execution_device", None) or "cpu")
+    return torch.device("cpu") if found.type == "meta" else found

@@ -24,16 +24,15 @@ def said(capsys: Any, *words: str) -> str:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    """In a process of its own: four answers take far less than two seconds of processor time, and no torch."""
+    """In a process of its own: four answers without torch, or anything else that takes seconds to import."""
     words = ["ledger", "flux.1-dev", "--size", "1024x1024", "--steps", "28", "--hardware", "h100"]
     forms = [[], ["--json"], ["--sweep", "size"], ["--with", "compile,cache.adaptive"]]
     code = (
-        "import sys, time\n"
+        "import sys\n"
         "from diffaccel.cli import main\n"
         f"codes = [main({words!r} + more) for more in {forms}]\n"
         "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'PIL'} & set(sys.modules)\n"
-        "wrong = any(codes) or heavy or time.process_time() > 2\n"
-        "sys.exit(f'{codes} {heavy} {time.process_time()}' if wrong else 0)\n"
+        "sys.exit(f'{codes} {heavy}' if any(codes) or heavy else 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ import torch
 from diffaccel import Plan, plan, testbed
 from diffaccel.cli import main
 from diffaccel.cli.plan import TESTBED, _load
+from diffaccel.ledger import estimate
 from tests import tiny
 
 
@@ -60,6 +61,24 @@ def test_a_model_without_weights(capsys):
     assert out.startswith("diffaccel plan: flux.1-dev (bundled config, no weights): FluxPipeline (flux), 4090 24 GiB")
 
 
+def test_a_size_says_what_it_costs(capsys):
+    """The ledger's numbers: one picture with nothing on, and under this plan; as notes, which the files keep."""
+    book = estimate("flux.1-dev", 512, 768, steps=10, hardware="4090")
+    words = ["plan", "flux.1-dev", "--preset", "4090-flux", "--hardware", "4090"]
+    assert main([*words, "--size", "768x512", "--steps", "10", "--json"]) == 0
+    decided = Plan.from_dict(json.loads(capsys.readouterr().out))
+    stack = book.apply(decided)
+    time, memory = decided.notes[-2:]
+    assert time.startswith(
+        f"768x512, 10 steps: {stack.first.total:.3g} s with nothing on, {stack.last.total:.3g} s with"
+    )
+    assert stack.last.total < stack.first.total and book.seconds.total == pytest.approx(stack.first.total)
+    assert f"{stack.first.need_gib:.1f} GiB with nothing on, {stack.last.need_gib:.1f} GiB with this plan" in memory
+    assert memory.endswith("fits for the 24 of 4090")
+    assert main([*words, "--size", "768x512", "--toml"]) == 0
+    assert Plan.from_toml(capsys.readouterr().out).notes[-2].startswith("768x512, 28 steps: ")
+
+
 def test_the_pipeline_is_not_touched(pipe, capsys):
     assert main(["plan"]) == 0
     assert not hasattr(pipe, "acceleration")
@@ -72,6 +91,9 @@ def test_the_pipeline_is_not_touched(pipe, capsys):
         (["auto", "--hardware", "40900"], 1, "4090"),
         (["auto", "--model", "no/such/folder"], 1, "no/such/folder"),
         (["auto", "--json", "--toml"], 2, "not allowed with"),
+        (["--size", "64x64"], 1, "--size wants MODEL"),
+        (["flux.1-dev", "--steps", "4"], 1, "--steps wants --size"),
+        (["flux.1-dev", "--size", "64"], 2, "is not of the form WxH"),
     ],
 )
 def test_refusals(words, code, said, capsys):

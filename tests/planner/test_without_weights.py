@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from diffaccel import InvalidOptionError, InvalidPipelineError, Plan, accelerate, plan
 from diffaccel.planner.blueprint import pipeline_of
@@ -38,20 +40,70 @@ def test_a_folder_of_configs(tmp_path: Path) -> None:
 
 
 def on_meta(pipe: Any) -> Any:
+    """Its modules on meta; weights that two layers share stay one (`to_empty` would make two of them)."""
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.to_empty(device="meta")
+            getattr(part, "tie_weights", lambda: None)()
     return pipe
 
 
-def test_a_pipeline_on_meta_gets_the_plan_of_the_one_with_weights() -> None:
-    wishes = {"cache": "first_block", "quantization": "fp8", "offload": "layerwise"}
-    with_weights = plan(tiny.build("flux"), None, hardware="4090", **wishes)
-    without = plan(on_meta(tiny.build("flux")), None, hardware="4090", **wishes)
-    assert [(i.name, i.status, i.fidelity, i.params) for i in without.items] == [
-        (i.name, i.status, i.fidelity, i.params) for i in with_weights.items
-    ]
-    assert set(without.enabled) == {"cache.first_block", "offload.layerwise", "quantization.fp8"}
+WISHES: list[dict[str, Any]] = [
+    {"cache": "first_block", "quantization": "fp8", "offload": "layerwise"},
+    {"offload": "stage", "quantization": "int8", "vae_tiling": "exact"},
+    {"quantization": "svdquant", "cache": "dbcache", "attention": "radial"},
+    {"vae_tiling": "blended", "attention": "sage", "guidance": "reuse", "compile": True, "cache": "adaptive"},
+]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("hardware", ["4090", "cpu"])
+def test_a_pipeline_on_meta_gets_the_plan_of_the_one_with_weights(family: str, hardware: str) -> None:
+    """Word for word: states, reasons, parameters, predicted bytes, notes."""
+    dtype = torch.bfloat16 if hardware == "4090" else torch.float32
+    loaded, empty = tiny.build(family, dtype=dtype), on_meta(tiny.build(family, dtype=dtype))
+    for wishes in WISHES:
+        assert plan(empty, None, hardware=hardware, **wishes) == plan(loaded, None, hardware=hardware, **wishes)
+
+
+def test_what_they_say_is_something() -> None:
+    decided = plan(on_meta(tiny.build("flux")), None, hardware="4090", **WISHES[0])
+    assert set(decided.enabled) == {"cache.first_block", "offload.layerwise", "quantization.fp8"}
+    assert decided.item("offload.layerwise").predicted["moved_bytes_per_pass"]
+    [quantized] = plan(on_meta(tiny.build("flux")), None, hardware="4090", quantization="svdquant").items
+    assert quantized.status == "enabled" and "34 layers" in quantized.reason
+
+
+class Made(TorchDispatchMode):
+    """Bytes of tensors that come to be in memory (those on meta take none)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+                self.bytes += leaf.numel() * leaf.element_size()
+        return out
+
+
+def test_a_plan_by_name_reads_and_makes_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps it quick, without a clock: of 22 GiB of weights nothing is read and nothing allocated."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr("safetensors.safe_open", refuse)
+    monkeypatch.setattr("safetensors.torch.load_file", refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    with Made() as made:
+        decided = plan("flux.1-dev", hardware="4090")
+    assert decided.enabled and made.bytes < 2**20
+    with Made() as made:
+        torch.ones(2**20)
+    assert made.bytes == 4 * 2**20  # it would be seen
 
 
 def test_accelerate_still_wants_weights() -> None:

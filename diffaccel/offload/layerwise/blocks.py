@@ -10,6 +10,7 @@ import torch
 from ...core.accelerator import Target
 from ...core.chain import PREFIX, whole_in_graph
 from ...core.compat import REGISTRY, foreign_offload, unwrap_module
+from ...core.unloaded import execution_device
 from ...models.spec import BlockList
 from ..packing import pack, shared_between, span, tensors_of
 
@@ -57,7 +58,7 @@ def compute_device(target: Target, wanted: str | None) -> torch.device:
     """Where the denoiser computes."""
     if wanted is not None:
         return torch.device(wanted)
-    return torch.device(getattr(target.pipe, "_execution_device", None) or "cpu")
+    return execution_device(target.pipe)
 
 
 def find_blocks(target: Target) -> BlockTable:

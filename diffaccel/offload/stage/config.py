@@ -19,6 +19,7 @@ import torch
 from ...core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ...core.compat import foreign_offload
 from ...core.options import BOOLEAN, WHOLE_BYTES, take, whole
+from ...core.unloaded import execution_device
 from ...errors import BudgetError, IncompatibleError, InvalidOptionError, UnsupportedModelError
 from ..components import component_sizes, modules_of, require_device
 from ..store import in_memory
@@ -102,7 +103,7 @@ class StageOffload:
         """Where components work."""
         if self.device is not None:
             return torch.device(self.device)
-        return torch.device(getattr(pipe, "_execution_device", None) or "cpu")
+        return execution_device(pipe)
 
     def _kind(self, target: Target) -> str:
         """Device type of the memory to be freed, "cpu" where it is the host's; the machine may be one not here."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...core.unloaded import judged_by_shape
 from ...errors import IncompatibleError, InvalidOptionError
 from ..lora.layers import own_class
 from .formats import GROUP, SHIFT, Codes, pack_nibbles, quantize_activation
@@ -288,7 +289,7 @@ def refusal(linear: nn.Module) -> str | None:
         return f"it is a {type(linear).__name__}"
     if "forward" in vars(linear):
         return "a hook of another library holds its forward (take it off first, quantize, then put it on again)"
-    if linear.weight.is_meta:
+    if linear.weight.is_meta and not judged_by_shape():
         return "its weight is not in memory"
     if type(linear.weight) is not nn.Parameter or not linear.weight.dtype.is_floating_point:
         return f"its weight is quantized already ({type(linear.weight).__name__})"

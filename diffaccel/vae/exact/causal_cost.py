@@ -15,6 +15,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from ...core.compat import fake_tensors, vae_decode, vae_encode
 from ..layout import compression, compression_of_time
@@ -81,6 +83,18 @@ class _Point:
     map: int
 
 
+class _NoMatrix(TorchFunctionMode):
+    """Attention on meta allocates what a kernel does: by itself, PyTorch would make a matrix of all pairs there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            q, k, v = (*args, *(given[name] for name in ("query", "key", "value")[len(args) :]))[:3]
+            if q.device.type == "meta":
+                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]
+        return func(*args, **given)
+
+
 @dataclass(frozen=True)
 class _Run:
     """A measuring run: the points of each call of the coder (its entry, then each gate), and the end."""
@@ -122,7 +136,7 @@ def _measure(vae: Any, shape: tuple[int, ...], encode: bool, more: Mapping[str, 
         marks.append(len(watch.points))
         return pass_by(call, x)
 
-    with torch.no_grad(), Untouched(vae), fake_tensors(), ExitStack() as stack:
+    with torch.no_grad(), Untouched(vae), fake_tensors(), _NoMatrix(), ExitStack() as stack:
         x = torch.empty(shape, dtype=dtype, device=device)
         stack.enter_context(ReplaceInput(vae.encoder if encode else vae.decoder, enter))
         for gate in gates(vae, encode):
