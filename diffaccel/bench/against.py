@@ -116,13 +116,19 @@ def _change(
     return Change(size, name, figure, means[0], means[1], delta, half, worse)
 
 
+def decibels(one: Mapping[str, Any]) -> list[float]:
+    """PSNR of a contender per prompt: identical pictures count as 100 dB, broken ones as 0."""
+    return _each(one, "psnr")
+
+
 def _each(one: Mapping[str, Any], metric: str) -> list[float]:
-    """Per prompt. JSON has no number for identical pictures (here 100 dB), nor for broken ones (0)."""
+    """Per prompt. JSON has no number for identical pictures, nor for broken ones."""
     perfect = CAP_DB if metric in DECIBELS else 1.0
-    faults = one["faults"] or [None] * len(one["quality"][metric]["each"])
+    values = one["quality"][metric]["each"]
+    faults = one["faults"] or [None] * len(values)
     return [
         (0.0 if fault == "nan" else perfect) if value is None else min(value, CAP_DB)
-        for value, fault in zip(one["quality"][metric]["each"], faults, strict=True)
+        for value, fault in zip(values, faults, strict=True)
     ]
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#2461c2", "#d1495b", "#3b8b5a", "#8a5fb0", "#c98a1b", "#5f6b7a")  # by series
 INK, FAINT, GRID, PAPER = "#1c1c1c", "#6b6b6b", "#e2e2e2", "#ffffff"
-WIDE, TALL, LEFT, TOP, BOTTOM, RIGHT = 760, 460, 64, 34, 52, 170
+WIDE, TALL, LEFT, TOP, BOTTOM, RIGHT = 760, 460, 64, 46, 52, 170
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def layout(dots: Sequence[Dot], front: Sequence[int], title: str, x_name: str, y
             TALL - BOTTOM - (TALL - TOP - BOTTOM) * (y - ys[0]) / (ys[1] - ys[0]),
         )
 
-    shapes = [Shape("text", LEFT, 18, text=title)]
+    shapes = [Shape("text", 6, 16, text=title)]
     shapes += _axes(xs, ys, x_name, y_name)
     line = sorted((dots[i].x, dots[i].y) for i in front)
     for (x, y), (x2, y2) in itertools.pairwise(line):

@@ -11,7 +11,7 @@ import torch
 from ..quality.judgement import Judgement
 from .arena import Arena, Clock
 from .environment import environment
-from .figures import figures
+from .figures import figures, judgement, leads
 from .floor import floor as floor_of
 from .floor import lowest
 from .request import LEVEL, Request, Score, Size, request
@@ -73,13 +73,11 @@ def run(pipe: Any, asked: Request) -> Result:
             arena.clear()
             baseline = next(tally for tally in tallies if tally.contender.is_baseline)
             name = "x".join(map(str, size)) or shape_name(baseline)
-            buckets.append(
-                {
-                    "size": name,
-                    "contenders": [figures(asked, tally, baseline) for tally in tallies],
-                    "floor": _floor(arena, asked, size, baseline),
-                }
-            )
+            judged = {t.contender.name: judgement(asked, t, baseline) for t in tallies if t.refusal is None}
+            others = {who: one for who, one in judged.items() if who != baseline.contender.name}
+            contenders = [figures(asked, t, baseline, judged.get(t.contender.name)) for t in tallies]
+            floor = _floor(arena, asked, size, baseline)
+            buckets.append({"size": name, "contenders": contenders, "leads": leads(others), "floor": floor})
             pictures[name] = {t.contender.name: t.pictures() for t in tallies if t.refusal is None}
     document = {
         "schema": SCHEMA,
@@ -124,4 +122,5 @@ def _dtype(pipe: Any) -> str | None:
 
 
 def _plain(value: object) -> object:
-    return value if isinstance(value, str | int | float | bool | None) else repr(value)[:200]
+    """What JSON has a word for; of a picture or tensor its type, as addresses would differ from run to run."""
+    return value if isinstance(value, str | int | float | bool | None) else f"<{type(value).__name__}>"

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..quality.judgement import CAP_DB
+from ..quality.bootstrap import bootstrap
 from . import chart
+from .against import decibels
 from .pareto import pareto
 from .result import Result
-from .rows import align, with_interval
+from .rows import HEAD, align, floor_row, with_interval
 
 AXES = {"speed": "times as fast as plain", "computed": "share of steps left out"}
 _COLUMNS = (
@@ -69,6 +70,11 @@ class Curve:
         """The points that no other equals or beats in both, fastest first."""
         return tuple(self.points[i] for i in self._front())
 
+    @property
+    def floor(self) -> str:
+        """PSNR of two plain runs that differ in rounding alone, in words."""
+        return floor_row(self.result.document["buckets"][0])[HEAD.index("PSNR")]
+
     def _front(self) -> list[int]:
         return pareto([(point.gain(self.axis, self.whole), point.psnr_db) for point in self.points])
 
@@ -104,7 +110,7 @@ class Curve:
             for point in self.points
             for ends in [point.psnr_interval or (None, None)]
         ]
-        title = f"{self.result.document['pipeline']}: {self.parameter}"
+        title = f"{self.result.document['pipeline']}: {self.parameter}; noise floor {self.floor}"
         return chart.layout(dots, self._front(), title, AXES[self.axis], "PSNR to the plain run, dB")
 
     def save(self, folder: str | Path) -> dict[str, str]:
@@ -126,13 +132,14 @@ class Curve:
             rows.append(
                 (
                     ("* " if one.name in best else "  ") + one.name,
-                    f"{one.computed_steps:g}/{self.whole}",
+                    f"{one.computed_steps:.3g}/{self.whole}",
                     with_interval(one.speed, one.speed_interval, "{:.2f}"),
                     with_interval(one.psnr_db, one.psnr_interval, "{:.1f}", " dB"),
                     "-" if one.ms_ssim is None else f"{one.ms_ssim:.4f}",
                     " ".join(_digits(row) for row in one.hits.values()),
                 )
             )
+        rows.append(("  (noise floor)", "", "", self.floor, "", ""))
         head = f"{self.parameter} on {self.result.document['pipeline']} (* none is better in {self.axis} and PSNR)"
         lines = [head, *align(rows), "  hits: computed share of prompts by step, in tenths (# all)"]
         return "\n".join([*lines, *(f"  {name}: refused: {why}" for name, why in self.refused.items())])
@@ -154,7 +161,8 @@ def points_of(result: Result, series: Mapping[str, tuple[str, Any]]) -> tuple[li
 
 def _point(one: Mapping[str, Any], series: str, value: Any) -> Point:
     quality = one["quality"]
-    each = [CAP_DB if v is None else min(v, CAP_DB) for v in quality["psnr"]["each"]]
+    each = decibels(one)
+    psnr = bootstrap(each, one["speed"]["level"])
     return Point(
         name=one["name"],
         series=series,
@@ -164,8 +172,8 @@ def _point(one: Mapping[str, Any], series: str, value: Any) -> Point:
         seconds=one["latency_s"]["median"],
         speed=one["speed"]["median"],
         speed_interval=one["speed"]["interval"],
-        psnr_db=round(sum(each) / len(each), 4),
-        psnr_interval=[] if None in quality["psnr"]["interval"] else quality["psnr"]["interval"],
+        psnr_db=round(psnr.mean, 4),
+        psnr_interval=psnr.to_list(4),
         psnr_worst=min(each),
         ms_ssim=quality.get("ms_ssim", {}).get("mean"),
         score=quality.get("score", {}).get("mean"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -19,13 +20,12 @@ from .turns import ratios
 DIGITS = 6
 
 
-def figures(asked: Request, tally: Tally, baseline: Tally, score: Any = None) -> dict[str, Any]:
+def figures(asked: Request, tally: Tally, baseline: Tally, judged: Judgement | None) -> dict[str, Any]:
     """One contender beside the baseline of the same size; only what was asked for and why not, where it failed."""
     head = {"name": tally.contender.name, "asked": tally.contender.to_dict(), "refused": tally.refusal}
     if tally.refusal is not None:
         return head
     reports = reports_of(tally)
-    judged = judgement(asked, tally, baseline)
     plan = None if tally.shown is None or tally.shown.plan is None else tally.shown.plan
     return {
         **head,
@@ -47,12 +47,19 @@ def figures(asked: Request, tally: Tally, baseline: Tally, score: Any = None) ->
     }
 
 
-def judgement(asked: Request, tally: Tally, baseline: Tally) -> Judgement | None:
+def judgement(asked: Request, tally: Tally, baseline: Tally) -> Judgement:
     """Pictures against the baseline's; of the baseline itself only faults and scores are worth telling."""
-    if tally.refusal is not None:
-        return None
     pictures = tally.pictures()
     return judge(baseline.pictures(), pictures, prompts=asked.prompts, score=asked.score, level=asked.level)
+
+
+def leads(judged: Mapping[str, Judgement]) -> list[dict[str, Any]]:
+    """Of every two contenders what the first is nearer to the plain pictures, in dB, paired by prompt."""
+    out = []
+    for one, other in itertools.combinations(judged, 2):
+        found = judged[one].lead(judged[other], "psnr")
+        out.append({"of": one, "over": other, "psnr_db": round(found.mean, 3), "interval": found.to_list(3)})
+    return out
 
 
 def reports_of(tally: Tally) -> list[RunReport]:

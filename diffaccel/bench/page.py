@@ -12,7 +12,7 @@ import numpy as np
 from ..planner.plan import Plan
 from . import svg
 from .pictures import apart, data_uri
-from .rows import HEAD, floor_row, row
+from .rows import HEAD, floor_row, lead_rows, row
 
 _STYLE = """
 body { font: 14px/1.5 sans-serif; color: #1c1c1c; background: #fff; margin: 2em; max-width: 80em }
@@ -53,6 +53,8 @@ def tables(told: Mapping[str, Any]) -> str:
         rows = [row(one) for one in bucket["contenders"]]
         refused = [f"{one['name']}: {one['refused']}" for one in bucket["contenders"] if one["refused"]]
         out.append(f"<h2>{_esc(bucket['size'])}</h2>" + table([HEAD, *rows, floor_row(bucket)]))
+        pairs = lead_rows(bucket)
+        out += [table([("paired by prompt", "PSNR"), *pairs])] if pairs else []
         out += [f'<p class="faint">{_esc(text)}</p>' for text in refused]
     return "".join(out)
 
@@ -82,10 +84,15 @@ def _steps(bucket: Mapping[str, Any]) -> str:
     for one in ran:
         rows.append(
             f"<tr><th>{_esc(one['name'])}</th><td>{svg.hit_map(one['hits'])}<br>{svg.step_bars(one['steps_s'])}</td>"
-            f"<td>{svg.stage_bar(one['stages_s'], longest)}<br>{_esc(_memory(one['memory']))}</td></tr>"
+            f"<td>{svg.stage_bar(one['stages_s'], longest)}<br>{_esc(_stages(one['stages_s']))}<br>"
+            f"{_esc(_memory(one['memory']))}</td></tr>"
         )
     head = "<tr><th></th><th>steps: blue computed, yellow reused; seconds of each</th><th>stages, memory</th></tr>"
     return f'<h2>Steps at {_esc(bucket["size"])}</h2><table class="grid">{head}{"".join(rows)}</table>'
+
+
+def _stages(stages: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in stages.items())
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
@@ -108,7 +115,10 @@ def _grid(size: str, told: Mapping[str, Any], pictures: Mapping[str, np.ndarray]
         row = [plain[at]]
         for name, shown in others.items():
             row += [shown[at], differences[name][0][at]]
-        cells = "".join(f'<td><img alt="" src="{data_uri(picture)}"></td>' for picture in row)
+        cells = "".join(
+            f'<td><img alt="{_esc(head)}" src="{data_uri(picture)}"></td>'
+            for head, picture in zip(heads, row, strict=True)
+        )
         lines.append(f"<tr><th>{_esc(told['prompts'][at])}</th>{cells}</tr>")
     return f'<h2>Pictures at {_esc(size)}</h2><table class="grid">{"".join(lines)}</table>'
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import InvalidOptionError
 from .against import Change, changes
 from .page import page, tables
-from .rows import HEAD, align, floor_row, remarks, row
+from .rows import HEAD, align, floor_row, lead_rows, remarks, row
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Result:
             rows = [row(one) for one in bucket["contenders"]]
             lines += ["", bucket["size"], *align([HEAD, *rows, floor_row(bucket)])]
             lines += [f"  {one['name']}: refused: {one['refused']}" for one in bucket["contenders"] if one["refused"]]
+            lines += [f"  PSNR of {pair}: {lead}, paired by prompt" for pair, lead in lead_rows(bucket)]
             lines += list(remarks(bucket))
         return "\n".join(lines)
 

@@ -15,7 +15,7 @@ def row(one: Mapping[str, Any]) -> tuple[str, ...]:
     computed, quality, speed = one["computed"], one["quality"], one["speed"]
     return (
         one["name"],
-        f"{computed['steps']:g}/{computed['of']}",
+        f"{computed['steps']:.3g}/{computed['of']}",
         f"{one['latency_s']['median']:.3g} s",
         "1" if one["baseline"] else with_interval(speed["median"], speed["interval"], "{:.2f}"),
         f"{one['throughput']['pictures_per_s']:.3g}",
@@ -61,6 +61,14 @@ def _of(quality: Mapping[str, Any], metric: str, form: str, unit: str = "") -> s
     if found["mean"] is None:
         return "identical" if found.get("identical") else "no number"
     return with_interval(found["mean"], found["interval"], form, unit)
+
+
+def lead_rows(bucket: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Who is nearer to the plain pictures than whom."""
+    return [
+        (f"{one['of']} over {one['over']}", with_interval(one["psnr_db"], one["interval"], "{:+.1f}", " dB"))
+        for one in bucket.get("leads", ())
+    ]
 
 
 def remarks(bucket: Mapping[str, Any]) -> Iterator[str]:

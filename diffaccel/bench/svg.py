@@ -45,7 +45,7 @@ def stage_bar(stages: Mapping[str, float], longest: float, wide: int = 360) -> s
         width = wide * value / (longest or 1.0)
         parts.append(_box(x, 0, max(width, 0.5), _TALL, STAGES.get(name, FAINT), f"{name}: {value:.4g} s"))
         x += width
-    return _svg(wide, _TALL, parts, ", ".join(f"{name} {value:.3g} s" for name, value in stages.items()))
+    return _svg(wide, _TALL, parts, "seconds of stages")
 
 
 def _mix(share: float) -> str:

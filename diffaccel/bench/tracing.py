@@ -88,13 +88,18 @@ def _blocks(name: str, denoiser: torch.nn.Module, lists: Sequence[str]) -> dict[
 def _hook(trace: Trace, site: str, row: tuple[int, int], keep: int | None) -> Any:
     def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
         tensors = [part(tensor, row) for tensor in flat(output)]
-        run = current_run()
-        step = run.step if run is not None and run.calls and run.first_call is not None else None
         if len(trace.marks) == keep:
             trace.kept = [tensor.detach().float().cpu() for tensor in tensors]
-        trace.marks.append(Mark(step, site, digest(tensors)))
+        trace.marks.append(Mark(_step(), site, digest(tensors)))
 
     return torch.compiler.disable(hook)  # where blocks are compiled it breaks their graph, and sees what they gave
+
+
+def _step() -> int | None:
+    """The step of the run in progress; None in front of and behind its loop."""
+    run = current_run()
+    inside = run is not None and run.calls and (run.total is None or run.step < run.total)
+    return run.step if run is not None and inside else None
 
 
 def flat(output: Any) -> list[torch.Tensor]:

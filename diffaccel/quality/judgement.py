@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -21,6 +21,8 @@ from .structure import scales
 CAP_DB = 100.0  # identical pictures have no finite PSNR, and a difference of two needs one
 DECIBELS = ("psnr", "motion_psnr")
 LOWER_IS_BETTER = ("mse", "max_error", "lpips", "colour_shift", "flicker_rise")
+BOUNDS = {"score": (0.0, 1.0), "reference_score": (0.0, 1.0), "ssim": (-1.0, 1.0), "ms_ssim": (0.0, 1.0)}
+NOT_NEGATIVE = ("mse", "max_error", "lpips", "colour_shift")
 Score = Callable[[torch.Tensor, str], float]  # how well one picture [C, H, W] or video shows its prompt, in 0..1
 
 
@@ -42,9 +44,14 @@ class Judgement:
         return tuple(self.rows[0]) if self.rows else ()
 
     def interval(self, metric: str) -> Interval | None:
-        """The mean over prompts. Identical pictures are left out of decibels; None where all are."""
+        """The mean over prompts. Identical pictures are left out of decibels; None where all are. No end lies where no
+        value can be."""
         values = [value for value in self.values(metric) if value != math.inf]
-        return bootstrap(values, self.level) if values else None
+        if not values:
+            return None
+        found = bootstrap(values, self.level)
+        least, most = BOUNDS.get(metric, (0.0 if metric in NOT_NEGATIVE else -math.inf, math.inf))
+        return replace(found, low=max(found.low, least), high=min(found.high, most))
 
     def lead(self, other: Judgement, metric: str) -> Interval:
         """What this is higher by than `other`, paired by prompt; decibels of identical pictures count as 100."""

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from diffaccel import accelerate
-from diffaccel.bench import bench
+from diffaccel.bench import bench, svg
+from diffaccel.bench.arena import Arena
 from diffaccel.bench.result import Result, read
 from diffaccel.errors import InvalidOptionError
 from diffaccel.quality import psnr
@@ -60,6 +61,14 @@ def test_fidelity_is_that_of_runs_by_hand(measured: tuple[Any, Result]) -> None:
     assert found.contender("fewer")["computed"]["steps"] == 3 and found.contender("fewer")["hits"]["cond"] == [1] * 3
     assert found.contender("plain")["quality"]["psnr"]["identical"] == 2
     assert one["quality"]["score"]["mean"] == 0.5 and one["repeatable"] and one["faults"] == [None, None]
+
+
+def test_two_plans_are_paired_by_prompt(measured: tuple[Any, Result]) -> None:
+    (lead,) = measured[1].document["buckets"][0]["leads"]
+    each = [measured[1].contender(name)["quality"]["psnr"]["each"] for name in ("cached", "fewer")]
+    assert (lead["of"], lead["over"]) == ("cached", "fewer")
+    assert lead["psnr_db"] == pytest.approx(np.subtract(*each).mean(), abs=1e-3)
+    assert "PSNR of cached over fewer" in str(measured[1])
 
 
 def test_times_are_those_of_the_given_clock(measured: tuple[Any, Result]) -> None:
@@ -112,8 +121,6 @@ def test_a_pipeline_that_was_accelerated_is_so_again_and_nothing_else_stays() ->
 
 def test_a_plan_that_fails_in_its_first_run_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = tiny.build("flux")
-    from diffaccel.bench.arena import Arena
-
     lap = Arena.lap
 
     def no_room(self: Arena, contender: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,3 +183,28 @@ def test_different_pictures_of_one_seed_are_said() -> None:
     found = bench(pipe, [CACHE], PROMPTS[:1], rounds=1, floor=0, clock=ticking(), **CALL)
     assert not found.contender("plain")["repeatable"] and "different pictures" in str(found)
     assert np.isfinite(found.contender("plain")["latency_s"]["median"])
+
+
+def test_a_compiled_plan_runs_once_uncounted_whenever_it_is_put_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who ends a round begins the next one, so that nobody is put on twice in a row."""
+    ran: list[str] = []
+    lap = Arena.lap
+
+    def seen(self: Arena, contender: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.append(contender.name)
+        return lap(self, contender, *args, **kwargs)
+
+    monkeypatch.setattr(Arena, "lap", seen)
+    plans = {"c": {"compile": True, "compile_backend": "eager"}}
+    found = bench(tiny.build("flux"), plans, PROMPTS[:1], rounds=2, floor=0, clock=ticking(), **CALL)
+    each_round = ["plain", "c", "c", "c", "plain"]  # the first of the three is not counted
+    assert ran == ["plain", "plain", "c", *each_round, *each_round]  # plain, plain watched, the first compiled run
+    assert [len(pair) for pair in found.contender("c")["latency_s"]["each"]] == [2, 2]
+    assert found.contender("c")["plan"]["items"]
+
+
+def test_hit_maps_shade_by_the_share_of_runs() -> None:
+    drawn = svg.hit_map({"cond": [1, 0, 0.5], "uncond": [1, 1, 1]})
+    fills = re.findall(r'fill="(#[0-9a-f]{6})"><title>', drawn)
+    assert fills[:2] == [svg.COMPUTED, svg.CACHED] and fills[2] not in fills[:2] and fills[3:] == [svg.COMPUTED] * 3
+    assert "computed in 50% of the runs" in drawn and svg.hit_map({}) == "" == svg.step_bars([])

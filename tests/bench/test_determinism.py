@@ -71,6 +71,17 @@ def test_where_it_starts_is_named(block: str) -> None:
     assert f"step 2, transformer.{block}" in str(found)
 
 
+def test_a_decoder_that_parts_is_outside_of_the_loop() -> None:
+    pipe = tiny.build("flux")
+    counted = itertools.count()
+    handle = pipe.vae.decoder.register_forward_hook(lambda module, args, output: output + 0.25 * next(counted))
+    (found,) = determinism(pipe, PROMPTS, checks=("repeat",), **CALL)
+    handle.remove()
+    assert (found.equal, found.step, found.site) == (False, None, "vae.decoder") and "outside of the loop" in str(
+        found
+    )
+
+
 def test_a_plan_is_looked_at_and_an_acceleration_comes_back() -> None:
     pipe = accelerate(tiny.build("flux"), None, cache="interval", cache_min_steps=0)
     handle = pipe.acceleration

@@ -62,7 +62,7 @@ def test_files_hold_every_point(curve: Curve, tmp_path: Path) -> None:
         colours = {colour for _, colour in shown.getcolors(1 << 16)}
     assert {tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)) for c in COLOURS[:2]} <= colours
     page = Path(files["html"]).read_text()
-    assert page.count("<circle") == 4 + 2 and "Euler" in str(curve)  # points and the legend
+    assert page.count("<circle") == 4 + 2 and "Euler" in str(curve) and "noise floor" in page  # points and the legend
 
 
 @pytest.mark.parametrize(

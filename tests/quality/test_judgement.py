@@ -36,6 +36,15 @@ def test_a_lead_is_paired_by_prompt() -> None:
     assert (same.mean, same.low, same.high) == (0, 0, 0)
 
 
+def test_no_end_of_an_interval_lies_where_no_value_can_be() -> None:
+    few = judge(
+        OURS[:3], NEAR[:3], ["psnr", "colour_shift"], prompts=["a"] * 3, score=lambda p, _: float(p[0, 0, 0] > 0.2)
+    )
+    for metric, least, most in (("score", 0, 1), ("colour_shift", 0, math.inf)):
+        found = few.interval(metric)
+        assert found is not None and least <= found.low <= found.mean <= found.high <= most
+
+
 def test_identical_and_broken_pictures_are_counted_and_go_into_json() -> None:
     mixed = NEAR.clone()
     mixed[0] = OURS[0]
