@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..api import plan
 from ..errors import InvalidOptionError, clipped, unknown
-from ..planner.levers import PLACES
 from ..tune.rivals import schedulers
 from .arena import Arena, Clock
 from .contender import Contender, contenders
@@ -50,7 +50,7 @@ def sweep(
         rounds, seeds, level, floor, score, clock, call: as for `bench`.
 
     Fewer steps are always among the points, at as many evaluations as the values came to: of the pipeline's own
-    scheduler, of Euler where that is another, and of this package's solver where it has one.
+    scheduler, of Euler where that is another, and of this package's solver where it can act.
     Raises InvalidOptionError for bad input before anything runs.
     """
     if axis not in AXES:
@@ -111,14 +111,14 @@ def _tried(arena: Arena, one: Contender, probe: Request) -> set[int]:
 
 
 def _rivals(pipe: Any, counts: Sequence[int], whole: int) -> dict[str, dict[str, Any]]:
-    """Name -> wish of fewer steps by the pipeline's scheduler, by Euler's, and by our solver where there is one."""
+    """Name -> wish of fewer steps by the pipeline's scheduler, by Euler's, and by our solver where it can act."""
     rivals: dict[str, dict[str, Any]] = {}
     own = "own scheduler" if "euler" in schedulers(pipe.scheduler) else "Euler"
+    solver = "solver.abm" in plan(pipe, None, solver="abm").enabled  # some schedulers it cannot stand in for
     for count in counts:
         rivals[f"{own},steps={count}"] = {"steps": count}
         if own != "Euler":
             rivals[f"Euler,steps={count}"] = {"scheduler": "euler", "steps": count}
-        place = PLACES.get("solver")
-        if place is not None and "abm" in place.levers:
+        if solver:
             rivals[f"abm solver,steps={count}"] = {"solver": "abm", "steps": count}
     return rivals

@@ -33,8 +33,9 @@ def curve() -> Curve:
 
 def test_points_of_the_parameter_stand_beside_fewer_euler_steps(curve: Curve) -> None:
     told = {point.name: point.computed_steps for point in curve.points}
-    assert told == {"cache_interval=2": 5, "cache_interval=4": 3, "Euler,steps=3": 3, "Euler,steps=5": 5}
-    assert curve.whole == 8 and {point.series for point in curve.points} == {"cache_interval", "Euler"}
+    ours = {"cache_interval=2": 5, "cache_interval=4": 3}
+    assert told == ours | {f"{who},steps={count}": count for who in ("Euler", "abm solver") for count in (3, 5)}
+    assert curve.whole == 8 and {point.series for point in curve.points} == {"cache_interval", "Euler", "abm solver"}
     assert [point.hits["cond"] for point in curve.points[:1]] == [[1, 0, 1, 0, 1, 0, 1, 1]]
 
 
@@ -46,7 +47,7 @@ def test_another_scheduler_competes_by_itself_and_as_euler() -> None:
     pipe = tiny.build("wan")
     scheduler = pipe.scheduler
     found = sweep(pipe, "cache_interval", [2, 3], ["red ring"], base=BASE, rounds=1, floor=0, clock=clock, **call)
-    assert {point.series for point in found.points} == {"cache_interval", "own scheduler", "Euler"}
+    assert {point.series for point in found.points} >= {"cache_interval", "own scheduler", "Euler"}
     assert pipe.scheduler is scheduler and not found.refused
 
 
@@ -57,12 +58,12 @@ def test_files_hold_every_point(curve: Curve, tmp_path: Path) -> None:
     assert rows[0]["hits"] == "cond:#.#.#.##" and float(rows[0]["psnr_db"]) == curve.points[0].psnr_db
     assert sum(int(row["pareto"]) for row in rows) == len(curve.front)
     told = json.loads(Path(files["json"]).read_text())
-    assert len(told["points"]) == 4 and told["bench"]["buckets"]
+    assert len(told["points"]) == 6 and told["bench"]["buckets"]
     with Image.open(files["png"]) as shown:
         colours = {colour for _, colour in shown.getcolors(1 << 16)}
-    assert {tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)) for c in COLOURS[:2]} <= colours
+    assert {tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)) for c in COLOURS[:3]} <= colours
     page = Path(files["html"]).read_text()
-    assert page.count("<circle") == 4 + 2 and "Euler" in str(curve) and "noise floor" in page  # points and the legend
+    assert page.count("<circle") == 6 + 3 and "Euler" in str(curve) and "noise floor" in page  # points and the legend
 
 
 @pytest.mark.parametrize(
