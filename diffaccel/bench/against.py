@@ -39,14 +39,16 @@ class Change:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
     """Every figure that both documents have, regressions first.
 
-    Speed is the ratio to the plain pipeline of the same document, so that machines may differ; its two intervals add
-    up as roots of squares. Fidelity and computed steps are paired by prompt where both ran the same prompts and seeds.
-    A contender that ran before and fails now, and pictures that broke, are regressions. Raises InvalidOptionError
-    where the documents have no contender in common.
+    Speed is the ratio to the plain pipeline of the same document, so that machines may differ (but not the kind of
+    clock); its two intervals add up as roots of squares. Fidelity and computed steps are paired by prompt where both
+    ran the same prompts and seeds. A contender that ran before and fails now, and pictures that broke, are
+    regressions. Raises InvalidOptionError where the documents have no contender in common.
     """
     alike = all(before.get(key) == now.get(key) for key in ("prompts", "seeds", "call"))
     level = float(now.get("level", 0.9))
     found = [change for pair in _pairs(before, now) for change in _of(*pair, alike, level)]
+    if before.get("clock") != now.get("clock"):
+        found = [change for change in found if change.figure != "speed"]
     if not found:
         raise InvalidOptionError(
             "the stored document has no size and plan in common with this one: nothing to compare"

@@ -50,7 +50,7 @@ def bench(
         level: probability of the intervals.
         floor: prompts on which the noise floor is taken; 0: none.
         score: how well a picture [C, H, W] (video [F, C, H, W]) shows its prompt, in 0..1.
-        clock: seconds; another one for tests.
+        clock: seconds; `time.process_time` counts those of this process on CPUs that other jobs share (not on a GPU).
         call: the pipeline's own arguments.
 
     Raises InvalidOptionError for bad input before anything runs. A plan that fails in its first run is reported with
@@ -89,6 +89,7 @@ def run(pipe: Any, asked: Request) -> Result:
         "rounds": asked.rounds,
         "batch": asked.batch,
         "level": asked.level,
+        "clock": "cpu" if asked.clock is time.process_time else "wall",
         "environment": {**began, "load_after": environment()["load"]},
         "buckets": buckets,
     }

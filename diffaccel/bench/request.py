@@ -77,6 +77,9 @@ def request(
     made = Request(
         found, tuple(texts), tuple(given), rounds, batch, tuple(sizes) or ((),), dict(call or {}), level, floor, **rest
     )
+    device = getattr(pipe, "device", None)
+    if made.clock is time.process_time and getattr(device, "type", "cpu") != "cpu":
+        raise InvalidOptionError(f"{verb}: CPU seconds say nothing of a pipeline on {device}: use the wall clock")
     for size in made.sizes:
         require_call(pipe, made.at(size), verb)
     for one in found:

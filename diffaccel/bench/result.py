@@ -60,7 +60,7 @@ class Result:
         lines = [
             f"{told['pipeline']}, {told['dtype']}, {len(told['prompts'])} prompts, {told['rounds']} rounds of "
             f"A B B A, {told['level']:.0%} intervals; {env['device']}, torch {env['torch']}, {env['threads']} "
-            f"threads, load {env['load']}"
+            f"threads, load {env['load']}" + (", CPU seconds" if told["clock"] == "cpu" else "")
         ]
         for bucket in told["buckets"]:
             rows = [row(one) for one in bucket["contenders"]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,7 @@ def common(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=whole(1), metavar="N", help="steps of the plain run (testbed: 28; else the pipeline's own)")
     add("--call", type=pair, action="append", default=[], metavar="NAME=VALUE", help="an argument of the pipeline")
     add("--seed", type=whole(0), default=0, metavar="N", help="seed of the first prompt (0)")
+    add("--clock", choices=("wall", "cpu"), default="wall", help="cpu: seconds of this process, on busy CPUs (wall)")
     add("--json", action="store_true", help="print one JSON document")
     add("--quiet", action="store_true", help="no progress on stderr")
 
@@ -68,6 +71,11 @@ def source_of(args: argparse.Namespace) -> tuple[Source, list[str], dict[str, An
     return source, prompts, call
 
 
+def clock_of(args: argparse.Namespace) -> Callable[[], float]:
+    """The clock that was asked for."""
+    return time.process_time if args.clock == "cpu" else time.perf_counter
+
+
 def run(args: argparse.Namespace) -> int:
     from ..bench.result import read
 
@@ -79,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
     result = bench(
         source.pipe, args.plan or list(_PLANS), prompts, seeds=args.seed, rounds=args.rounds, batch=args.batch,
-        sizes=args.sizes, floor=args.floor, score=source.score, say=quiet if args.quiet else say, **call,
+        sizes=args.sizes, floor=args.floor, score=source.score, clock=clock_of(args),
+        say=quiet if args.quiet else say, **call,
     )  # fmt: skip
     files = {} if args.out is None else result.save(args.out)
     changed = () if stored is None else result.against(stored)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .bench import common, quiet, source_of
+from .bench import clock_of, common, quiet, source_of
 from .given import say, whole
 
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
     found = sweep(
         source.pipe, args.parameter, args.values, prompts, base=args.base, seeds=args.seed, rounds=args.rounds,
-        axis=args.axis, score=source.score, say=quiet if args.quiet else say, **call,
+        axis=args.axis, score=source.score, clock=clock_of(args), say=quiet if args.quiet else say, **call,
     )  # fmt: skip
     files = {} if args.out is None else found.save(args.out)
     if args.json:

@@ -62,6 +62,11 @@ def test_other_prompts_are_not_paired() -> None:
     assert worse(document(), far) == ["psnr"]
 
 
+def test_speeds_of_different_clocks_are_not_compared() -> None:
+    slow = {**document(speed=1.0), "clock": "cpu"}
+    assert worse(document(), slow) == [] and worse({**document(), "clock": "cpu"}, slow) == ["speed"]
+
+
 def test_identical_pictures_count_as_100_db_and_broken_ones_as_nothing() -> None:
     same, broken = document(), document()
     for bucket, faults in ((same, [None] * 8), (broken, ["nan"] * 8)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,15 @@ def test_a_compiled_plan_runs_once_uncounted_whenever_it_is_put_on_again(monkeyp
     assert ran == ["plain", "plain", "c", *each_round, *each_round]  # plain, plain watched, the first compiled run
     assert [len(pair) for pair in found.contender("c")["latency_s"]["each"]] == [2, 2]
     assert found.contender("c")["plan"]["items"]
+
+
+def test_cpu_seconds_are_named_and_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tiny.build("flux")
+    found = bench(pipe, [None], PROMPTS[:1], rounds=1, floor=0, clock=time.process_time, **CALL)
+    assert found.document["clock"] == "cpu" and "CPU seconds" in str(found)
+    monkeypatch.setattr(type(pipe), "device", torch.device("cuda"))
+    with pytest.raises(InvalidOptionError, match="on cuda"):
+        bench(pipe, [None], PROMPTS[:1], clock=time.process_time, **CALL)
 
 
 def test_hit_maps_shade_by_the_share_of_runs() -> None:
