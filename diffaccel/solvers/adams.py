@@ -138,9 +138,9 @@ class Adams:
         """Is the last step corrected, [B]? None: there was no step."""
         if course.moved is None:
             return None
-        if self.corrector is not None:
-            return found.new_full(found.shape[1:], self.corrector, dtype=torch.bool)
-        return (found[0] < HARSH) | (found[1] < WILD * found[0] if len(found) > 1 else False)
+        if self.corrector is not None or len(found) < 2:
+            return found.new_full(found.shape[1:], self.corrector is not False, dtype=torch.bool)
+        return (found[0] < HARSH) | (found[1] < WILD * found[0])
 
     def degrees(self, nodes: Sequence[Node], stiff: torch.Tensor) -> torch.Tensor:
         """Of the polynomial that the next step takes, [B]. By hindsight a line, or a constant where it is stiff."""

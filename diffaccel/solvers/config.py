@@ -38,7 +38,7 @@ class AbmSolver:
             number of steps is the most evaluations, and steps left over make no model call. Or noise levels, largest
             first, in the scheduler's measure (sigma), as they are to be met: no shift is laid over them. Another
             number of them than the pipeline has steps is interpolated.
-        tolerance: of grid="adaptive": what one step may miss by, relative to the model's own scale.
+        tolerance: of grid="adaptive": what the run may miss by, about, relative to the model's own scale.
     """
 
     order: int | str = AUTO

@@ -25,7 +25,7 @@ GROWTH = 2.0  # a step is at most so many times as long as the one before it
 BEND = 100.0  # |dv/ds| / |v| at full noise, for the first step
 EASE = (0.8, 1.25)  # by how much a step differs from an even one for being harder or easier than those before it
 FLOOR = 1e-9
-TOLERANCE = 2e-3  # unless told
+TOLERANCE = 0.015  # unless told
 
 
 class Pace(NamedTuple):
@@ -48,11 +48,17 @@ class Control:
     """The rules.
 
     Attributes:
-        tolerance: what one step may miss by, in units of the model's own scale: its length in noise times the relative
-            error of the slope it rests on.
+        tolerance: what the steps together may miss by, about, in units of the model's own scale. An error at the end
+            goes with the power 2/3 of what each step of a method of order 2 misses by (its length in noise times the
+            relative error of the slope it rests on): `each`.
     """
 
     tolerance: float
+
+    @property
+    def each(self) -> float:
+        """What one step may miss by."""
+        return float(self.tolerance**1.5)
 
     def choose(
         self, pace: Pace, ode: Ode, index: int, found: Sequence[float], nearest: Callable[[float], float]
@@ -83,11 +89,14 @@ class Control:
     def step(self, pace: Pace, noise: float, found: Sequence[float]) -> float:
         """The longest step along u that keeps the tolerance, as far as can be told."""
         if pace.step is None or not found:
-            return along(noise) - along(max(noise - math.sqrt(2 * self.tolerance / BEND), 0.0))
+            return along(noise) - along(max(noise - math.sqrt(2 * self.each / BEND), 0.0))
         if len(found) < 2:
             return pace.step  # the first step bends most, and nothing else is known
-        cost = max(found[1], FLOOR) * max(pace.cost, FLOOR)  # steps rest on lines; what others foretold may be luck
-        return pace.step * min(float((self.tolerance / cost) ** (1 / 3)), GROWTH)
+        reach = [  # steps rest on lines, and are corrected with curves; a constant that foretold better is luck
+            float((self.each / (max(miss, FLOOR) * max(pace.cost, FLOOR))) ** (1 / (degree + 2)))
+            for degree, miss in enumerate(found)
+        ]
+        return pace.step * min(max(reach[1:]), GROWTH)
 
     def ease(self, pace: Pace, found: Sequence[float]) -> tuple[Pace, float]:
         """(pace with the newest step known, how much longer than an even step the next one may be).

@@ -15,7 +15,7 @@ from .levers import Stop, at_step, raise_at, second_prompt, second_size, trace
 
 GRIDS: dict[str, dict[str, Any]] = {
     "scheduler": {},
-    "adaptive": {"solver_grid": "adaptive", "solver_tolerance": 0.02},
+    "adaptive": {"solver_grid": "adaptive", "solver_tolerance": 0.3},
     "levels": {"solver_grid": (1.0, 0.9, 0.7, 0.5, 0.3, 0.15)},
 }
 FAMILIES = ("flux", "wan", "wan22", "sdxl", "flux_img2img")

@@ -51,21 +51,21 @@ def run(loop: Ode, tolerance: float) -> tuple[float, list[float]]:
 
 
 def test_a_tolerance_ten_times_smaller_cuts_the_error_at_least_threefold() -> None:
-    errors = [run(ode(1000), tolerance)[0] for tolerance in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)]
+    errors = [run(ode(1000), tolerance)[0] for tolerance in (1e-1, 1e-2, 1e-3, 1e-4)]
     assert all(fine < coarse / 3 for coarse, fine in pairwise(errors)), errors
 
 
 def test_the_shift_is_only_a_grid() -> None:
     """Which levels the scheduler would have met does not matter, beyond how many."""
-    assert run(ode(60, 1.0), 1e-4) == run(ode(60, 3.0), 1e-4)
+    assert run(ode(60, 1.0), 0.005) == run(ode(60, 3.0), 0.005)
 
 
 def test_steps_are_short_where_the_solution_bends() -> None:
-    at = run(ode(200), 1e-4)[1]
+    at = run(ode(200), 0.002)[1]
     lengths = [a - b for a, b in pairwise(at)]
     assert max(lengths) > 4 * lengths[0] and max(lengths) > 2 * lengths[-1]
     even = [1 - k / (len(at) - 1) for k in range(len(at))]  # as many of the same length
-    assert run_on(even) > 1.5 * run(ode(200), 1e-4)[0]
+    assert run_on(even) > 1.5 * run(ode(200), 0.002)[0]
 
 
 def run_on(at: list[float]) -> float:

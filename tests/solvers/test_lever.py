@@ -15,7 +15,7 @@ from tests import tiny
 from tests.caching.settings import latents, plain_latents
 from tests.invariants.levers import counted, item
 
-ADAPTIVE = {"solver_grid": "adaptive", "solver_tolerance": 0.05}
+ADAPTIVE = {"solver_grid": "adaptive", "solver_tolerance": 0.2}
 
 
 def solved(family: str, **more: Any) -> Any:
@@ -205,7 +205,7 @@ def test_an_inpainted_picture_keeps_its_rest(grid: str) -> None:
         return result
 
     rest, whole = painted(0.0), painted(1.0)
-    accelerate(pipe, None, strict=True, solver="abm", solver_grid=grid, solver_tolerance=0.05)
+    accelerate(pipe, None, strict=True, solver="abm", solver_grid=grid, solver_tolerance=0.2)
     torch.testing.assert_close(painted(0.0), rest)
     assert not torch.equal(painted(1.0), whole)
 
