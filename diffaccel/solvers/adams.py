@@ -27,7 +27,7 @@ TINY = 1e-30
 # of the slope over a step, relative to the slope: misses[0]. Where it is an oscillation, a line foretells the slope
 # twice as badly as a constant: misses[1] / misses[0]. The numbers were chosen on the testbeds, guided and not.
 BEGUN = 0.25  # change over the first step beyond which a loop is stiff: nothing else is known yet
-NOTICED, OSCILLATING = 0.12, 1.1  # a change, and misses[1] / misses[0], beyond which it is later
+NOTICED, OSCILLATING = 0.2, 1.4  # a change, and misses[1] / misses[0], beyond which it is later
 BENDING, FORETOLD = 0.5, 0.75  # up to these the last step of a stiff loop takes a line, as nothing corrects it
 HARSH, WILD = 1.5, 1.3  # a change, and misses[1] / misses[0], beyond which a step is not corrected
 

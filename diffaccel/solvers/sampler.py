@@ -160,7 +160,13 @@ class Solver(Sampler):
     def _choose(self, run: Run, stand: Stand, ode: Ode, found: torch.Tensor) -> Stand:
         """With an adaptive grid: the next noise level, written where the loop will look for it."""
         control, index = self.rules.control, run.step
-        if control is None or run.scheduler is None or run.copies:
+        if control is None or run.scheduler is None:
+            return stand
+        if run.copies:
+            run.note(
+                f"{self.name}: the pipeline copied its scheduler for a stream of its own (sound, say), which goes by "
+                "the levels it was given: they are kept"
+            )
             return stand
         arrays = Arrays(run.scheduler)
         worst = torch.nan_to_num(found, nan=1.0).amax(1).tolist()  # the one wait for the device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import diffusers
@@ -228,6 +229,20 @@ def test_half_precision_is_summed_in_float32(family: str) -> None:
     accelerate(pipe, None, strict=True, solver="abm")
     result = latents(pipe, family)
     assert result.dtype is torch.bfloat16 and torch.isfinite(result).all()
+
+
+def test_a_stream_with_a_scheduler_of_its_own_keeps_the_levels() -> None:
+    """LTX-2 steps its sound with a copy of the scheduler, which knows nothing of levels that are chosen later."""
+    pipe = solved("sd3", **ADAPTIVE)
+    scheduler, x = pipe.scheduler, torch.zeros(1, 4, 4, 4)
+    with pipe.acceleration.run():
+        scheduler.set_timesteps(12)
+        copy.deepcopy(scheduler)
+        before = scheduler.sigmas.clone()
+        for t in scheduler.timesteps:
+            x = scheduler.step(torch.cos(3 * t / 1000) + 0 * x, t, x, return_dict=False)[0]
+        assert torch.equal(scheduler.sigmas, before)
+    assert any("copied its scheduler" in note for note in pipe.acceleration.report.notes)
 
 
 def test_a_loop_by_hand() -> None:
