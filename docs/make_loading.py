@@ -26,6 +26,23 @@ LoRA: strengths are absolute, and unloading gives back the picture bit by bit. `
 pipeline writes the files that a plain one writes.
 """
 
+FAMILIES = """\
+## Families of modular pipelines
+
+Every modular pipeline of diffusers, from its real blocks on tiny models (`tests/modular/`): beside its classic twin,
+or its loop alone, from the noise to the last step (text encoders and decoders are left out). The schedule cache acts
+in each, as in the classic twin, or equal to answers that are held by hand, in every branch, loop and expert; undone
+to the last attribute. Caches that look at blocks act by a card, or once the blocks were learnt in a first run.
+
+| pipeline | denoisers | branches of a step | block caches |
+| --- | --- | --- | --- |
+"""
+
+NO_LOOP = """
+The loop of `EchoModularPipeline` steps no scheduler: not run. FLUX.1 Kontext, Qwen-Image edits and image-to-video
+forms were given latents instead of pictures.
+"""
+
 NAMED = """\
 ## Not run
 
@@ -37,6 +54,7 @@ nunchaku-lite's kernels and every transfer to a GPU need a GPU: not run on one.
 WHERE = {
     "plan": "",
     "run": " (in the run's report)",
+    "raises": " (raised by the next run)",
     "library": " (the library's own error, with and without diffaccel)",
 }
 
@@ -65,6 +83,8 @@ def page() -> str:
                     cells.append(f"[{letter}](#sentences)")
             lines.append(cells)
         parts.append(f"## {title}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n")
+        if title == "Modular pipelines":
+            parts.append(FAMILIES + "\n".join(_families()) + "\n" + NO_LOOP)
     if letters:
         said = (f"- {letter}: {text}{WHERE[where]}" for (text, where), letter in letters.items())
         parts.append("## Sentences\n\n" + "\n".join(said) + "\n")
@@ -72,6 +92,20 @@ def page() -> str:
         numbered = (f"{number}. {remark}" for number, remark in enumerate(remarks, 1))
         parts.append("## Remarks\n\n" + "\n".join(numbered) + "\n")
     return "\n".join([*parts, NAMED])
+
+
+def _families() -> list[str]:
+    """A line for each modular pipeline."""
+    from tests.modular.families import BY_BLOCKS_NOT, FAMILIES
+    from tests.modular.pipelines import TWINS
+
+    found = {twins.modular: (twins.denoisers, twins.branches, "as in its classic twin") for twins in TWINS.values()}
+    for name, family in FAMILIES.items():
+        found.setdefault(family.modular, (family.denoisers, family.branches, BY_BLOCKS_NOT.get(name, "✓")))
+    return [
+        f"| `{kind}` | {', '.join(denoisers)} | {', '.join(branches)} | {blocks} |"
+        for kind, (denoisers, branches, blocks) in sorted(found.items())
+    ]
 
 
 def _letter(count: int) -> str:

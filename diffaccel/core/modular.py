@@ -138,8 +138,10 @@ def watched(run: Run) -> Iterator[None]:
     if not is_modular(pipe):
         yield
         return
+    found = guiders(pipe)
+    run.guided = bool(found)
     places: list[tuple[Component, str, type[_Tap]]] = [
-        (guider, name, tap) for guider in guiders(pipe).values() for name, tap in _TAPS.items()
+        (guider, name, tap) for guider in found.values() for name, tap in _TAPS.items()
     ]
     places += [(loop, "progress_bar", _Bar) for loop in _loops(_blocks(pipe))]
     put: list[tuple[dict[str, object], str]] = []

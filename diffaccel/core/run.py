@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     Request = tuple[tuple[Forward, Pipeline], Args, Kwargs]
 
 
+ASIDE = "aside"  # name of a call that no guider asked for, in a loop that they lead
+
+
 def current_run() -> Run | None:
     """The innermost run of this thread, or None."""
     return CURRENT.get()
@@ -94,6 +97,7 @@ class Run:
         self.condition: str | None = None  # of the call to come, where a guider says so (modular pipelines)
         self.conditions: dict[int, list[str]] = {}  # of this step, by guider
         self.copies = 0  # how often the pipeline copied its scheduler before the first step, for a stream of its own
+        self.guided = False  # do guiders hand out the conditions of each step?
         self.edits = 0  # how often a callback of the user's exchanged what the pipeline is conditioned on
         self._begins: dict[int, int] = {}  # per loop: where in the scheduler's own table it began
         self._schedules: dict[int, tuple[list[float], list[float]]] = {}
@@ -114,6 +118,7 @@ class Run:
             self.loop += 1
         self.step, self.total, self.calls_in_step = 0, None, 0
         self.seen.clear()
+        self.conditions.clear()
 
     def begin_call(self, component: str, context: str | None) -> Call:
         """A denoiser forward starts; `context` is the pipeline's own name for the branch, if it gave one."""
@@ -122,7 +127,8 @@ class Run:
             self.first_call = start
         if self.total is None:
             self._learn_loop()
-        branch = context or self.condition or self.branch_names(self.pipe, self.calls_in_step)
+        aside = self.guided and not self.conditions  # a reference that is read once, before the step's own calls
+        branch = context or self.condition or (ASIDE if aside else self.branch_names(self.pipe, self.calls_in_step))
         key = (component, branch)
         seen = self.seen.get(key, 0)
         self.seen[key] = seen + 1
@@ -148,6 +154,7 @@ class Run:
         self.ticks += 1
         self.calls_in_step = 0
         self.seen.clear()
+        self.conditions.clear()
         self.step_output = output
         self.last_step = self.mark()
         if self.bar is not None and self.hits:

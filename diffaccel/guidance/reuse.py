@@ -10,7 +10,7 @@ import torch
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.compat import native_cache
-from ..core.modular import has_second_branch
+from ..core.modular import guiders, has_second_branch
 from ..core.options import GOT, LIMIT, NUMBER, one_of, plain, refuse, take, whole
 from ..core.run import Run
 from ..core.state import PerRun
@@ -100,7 +100,7 @@ class GuidanceReuse:
     def check(self, target: Target) -> Verdict:
         """Needs a model whose guidance branches are known, and a pipeline that has a second one."""
         spec, pipe = target.spec, target.pipe
-        if spec.family not in CARDS:
+        if spec.family not in CARDS and not guiders(pipe):  # guiders name the branches themselves
             return Verdict.no(
                 f"{spec.family}: without a card it is not known which of a step's calls is the unconditional one"
             )

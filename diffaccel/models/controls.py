@@ -32,7 +32,8 @@ NETWORK_CONDITIONS = (
 )
 
 # Arguments of a denoiser (or keys of its dicts of further arguments) that do so: reference pictures (IP-Adapter,
-# image to video), VACE.
+# image to video), VACE, and whether a call fills a store of keys and values or reads it (which another call's answer
+# cannot stand for).
 CONDITIONS = (
     "control_hidden_states",
     "control_hidden_states_scale",
@@ -41,6 +42,7 @@ CONDITIONS = (
     "ip_adapter_image_embeds",
     "ip_adapter_masks",
     "ip_hidden_states",
+    "kv_cache_mode",
 )
 NESTED = ("joint_attention_kwargs", "cross_attention_kwargs", "attention_kwargs", "added_cond_kwargs")
 

@@ -51,7 +51,18 @@ def remember(module: Any, found: Any) -> None:
     _LEARNED[module] = found
 
 
-DENOISERS = ("transformer", "unet", "prior", "decoder", "transformer_2")
+# Components that may be a denoiser, the main one first. Several of one class run beside each other in every step
+# (Ideogram 4's `unconditional_transformer`), one after the other (experts), or one of them in a whole run
+# (MiniMax-H3's `transformer_ref`).
+DENOISERS = (
+    "transformer",
+    "unet",
+    "prior",
+    "decoder",
+    "transformer_ref",
+    "unconditional_transformer",
+    "transformer_2",
+)
 
 
 def lookup(pipe: Pipeline) -> ModelSpec:
@@ -73,13 +84,13 @@ def lookup(pipe: Pipeline) -> ModelSpec:
                 copies = replicated(module)
                 return replace(card, stack=(), unet=None, no_stack=f"{component}: {copies}") if copies else card
         found.append(component)
-    denoisers = tuple(found[:1])
-    if not denoisers:
+    if not found:
         return ModelSpec(UNKNOWN, (), (), no_stack=_why_none(pipe))
-    module = getattr(pipe, denoisers[0])
+    module = getattr(pipe, found[0])
     name, known = class_of(module).__name__, learned(module)
+    denoisers = tuple(part for part in found if class_of(getattr(pipe, part)) is class_of(module))
     if isinstance(known, ModelSpec):
-        return known
+        return replace(known, denoisers=denoisers)
     if known is None:
         why = "its blocks are learnt in the next run, and the plan is made anew after that"
     else:

@@ -8,7 +8,7 @@ was seen.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -51,20 +51,26 @@ class LearnBlocks:
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Listen to the denoiser's calls; nothing of the model is edited."""
-        [(component, root)] = [(name, site.roots[name]) for name in target.spec.denoisers[:1]]
-        pupil = _Pupil(getattr(target.pipe, component), component)
-        stop_listening = root.add(pupil, site.rank)
+        roots = {name: root for name, root in site.roots.items() if name in target.spec.denoisers}
+        alike = [getattr(target.pipe, name) for name in roots]  # of one class: what one shows holds for all of them
+        pupils = [_Pupil(getattr(target.pipe, name), name, alike) for name in roots]
+        stops = [root.add(pupil, site.rank) for pupil, root in zip(pupils, roots.values(), strict=True)]
 
         def undo() -> None:
-            pupil.stop()
-            stop_listening()
+            for pupil, stop_listening in zip(pupils, stops, strict=True):
+                pupil.stop()
+                stop_listening()
 
-        return Edit(self.name, undo, end_run=lambda run: pupil.finish(run))
+        def finish(run: Run) -> None:
+            for pupil in pupils:
+                pupil.finish(run)
+
+        return Edit(self.name, undo, end_run=finish)
 
 
 class _Pupil(Listener):
-    def __init__(self, module: torch.nn.Module, component: str) -> None:
-        self.module, self.component = module, component
+    def __init__(self, module: torch.nn.Module, component: str, alike: Sequence[torch.nn.Module]) -> None:
+        self.module, self.component, self.alike = module, component, alike
         self.recording = contextlib.ExitStack()
         self.trace: Trace | None = None
 
@@ -88,5 +94,6 @@ class _Pupil(Listener):
         trace, self.trace = self.trace, None
         if trace is not None and (trace.note or len(trace.calls) >= CALLS):
             found = infer(trace, self.component)
-            remember(unwrap_module(self.module), found)
+            for module in self.alike:
+                remember(unwrap_module(module), found)
             run.note(f"the blocks of {trace.model} were learnt in this run: the plan is made anew before the next")

@@ -14,4 +14,7 @@ def _run(name: str) -> Any:
     return lambda pipe, **overrides: pipelines.run(pipe, name)
 
 
-ROWS = (Row("`ModularPipeline`", lambda: pipelines.build("flux"), {"guidance": NO_NEGATIVE}, "flux", _run("flux")),)
+ROWS = (
+    Row("`ModularPipeline`, FLUX.1", lambda: pipelines.build("flux"), {"guidance": NO_NEGATIVE}, "flux", _run("flux")),
+    Row("`ModularPipeline` with a guider, Wan", lambda: pipelines.build("wan"), {}, "wan", _run("wan")),
+)

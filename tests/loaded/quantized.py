@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests import tiny
-from tests.loaded import quantizers
+from tests.loaded import authors, quantizers
 from tests.loaded.row import LIBRARY, Row, Says
 
 
@@ -39,6 +39,7 @@ STAND_IN = (
 )
 ROWS = (
     Row("`from_pretrained`", lambda: tiny.build("flux")),
+    Row("one file in its authors' layout, `from_single_file`", authors.single_file, family="wan"),
     row("GGUF", "GGUF (Q8_0)", quantizers.gguf, NOT_SERIALIZABLE, needs=("gguf",), slow=False),
     row(
         "GGUF in 4 bits, computing in bfloat16",

@@ -14,6 +14,7 @@ from tests import tiny
 
 PLAN = "plan"  # refused or left out before anything is computed, with the sentence as the plan's reason
 RUN = "run"  # on, but steps aside in every run of this row, with the sentence among the report's notes
+RAISES = "raises"  # on, and refused by the next run, since what was done after it moves the same weights
 LIBRARY = "library"  # the library's own error, the same with diffaccel and without it
 
 
@@ -23,7 +24,7 @@ class Says:
 
     Attributes:
         text: part of the sentence that is said, enough to be understood on the page.
-        where: PLAN, RUN or LIBRARY.
+        where: PLAN, RUN, RAISES or LIBRARY.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Row:
         family: of `tests/tiny.py`, for the arguments of a call.
         run: (pipe, overrides of the call) -> the picture; None is `tiny.run` of the family.
         after: what is done to the pipeline once it is accelerated (an offload of another library, say).
+        off: takes that off again, where an undo asks for it.
         needs: packages; a cell is skipped where one is missing.
         renewed: the library makes parameters anew in each call (so that their identity tells nothing).
         slow: left to `make test-all`.
@@ -53,7 +55,8 @@ class Row:
     cells: Mapping[str, Says] = field(default_factory=dict)
     family: str = "flux"
     run: Callable[..., Any] | None = None
-    after: Callable[[Any], None] | None = None
+    after: Callable[[Any], object] | None = None
+    off: Callable[[Any], None] | None = None
     needs: tuple[str, ...] = ()
     renewed: bool = False
     slow: bool = True

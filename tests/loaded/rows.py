@@ -9,6 +9,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     "Weights, as they came": quantized.ROWS,
     "Modular pipelines": modular.ROWS,
     "Wrapped denoisers": wrapped.ROWS,
-    "Device maps": hooked.ROWS,
+    "Compiled by others": wrapped.COMPILED,
+    "Device maps, hooks of accelerate and diffusers": hooked.ROWS,
 }
 ROWS = tuple(row for rows in GROUPS.values() for row in rows)

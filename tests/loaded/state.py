@@ -17,6 +17,10 @@ def state_of(pipe: Any) -> dict[str, Any]:
     for name, component in tiny.component_modules(pipe):
         for path, module in component.named_modules():
             found[f"{name}.{path}"] = type(module)
+            away = getattr(getattr(module, "_hf_hook", None), "weights_map", None)  # of accelerate's offload
+            for key, tensor in {**module._parameters, **module._buffers}.items():
+                if away is not None and tensor is not None and tensor.is_meta:
+                    found[f"{name}.{path} away.{key}"] = describe(away[key])
             for table in (module._parameters, module._buffers):
                 for key, tensor in table.items():
                     if tensor is not None:
@@ -48,6 +52,8 @@ def _any(value: Any) -> Any:
 
 
 def _digest(tensor: torch.Tensor) -> str:
+    if tensor.is_meta:
+        return "away"
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         plain = tensor.detach().as_subclass(torch.Tensor).contiguous().flatten()
     return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"").hexdigest()

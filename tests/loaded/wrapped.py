@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests import tiny
-from tests.loaded.row import Row, Says
+from tests.loaded.row import LIBRARY, Row, Says
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def _group() -> None:
 
 
 def sharded_whole(pipe: Any) -> Any:
-    """FSDP 1, block by block and as a whole; one process."""
+    """FSDP 1, block by block and as a whole; over all processes of the group."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -57,12 +57,12 @@ def sharded_whole(pipe: Any) -> Any:
 
 
 def sharded_in_place(pipe: Any) -> Any:
-    """FSDP 2, block by block and as a whole; one process."""
+    """FSDP 2, block by block and as a whole; over all processes of the group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     _group()
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in (*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks):
         fully_shard(block, mesh=mesh)
     fully_shard(pipe.transformer, mesh=mesh)
@@ -119,11 +119,28 @@ SHARDED = {
     "layerwise": Says("FSDP (whose shards are gathered for each call), on transformer, moves the same weights"),
     "stage": Says("is moved by FSDP (whose shards are gathered for each call)"),
 }
-PROCESS = "one process, so that no shard lies elsewhere; members of several decide alike."
+WHOLE = {
+    "compile": Says("is compiled as a whole already (torch.compile)"),
+    "layerwise": Says("is compiled as a whole (torch.compile): its weights are read inside of one graph"),
+}
+BLOCKS = {"compile": Says("blocks are compiled already (not by diffaccel), and stay so")}
+PROCESS = (
+    "one process, so that no shard lies elsewhere. With two (`tests/loaded/test_fsdp.py`) a cache of the whole output "
+    "makes the same bits as on the plain model, members decide alike, and undo is bit-exact."
+)
 ROWS = (
     Row("`transformer.add_adapter`", of(adapter), {"lora": Says("has LoRAs that were loaded by diffusers")}),
     Row("`get_peft_model`", of(peft), {"lora": Says("is wrapped by peft (get_peft_model)")}),
     Row("`DataParallel`, one device", of(parallel)),
     Row("FSDP 1, `FullyShardedDataParallel`", of(sharded_whole),
         {**SHARDED, "lora": Says("is cut into shards by FSDP (FullyShardedDataParallel)")}, remark=PROCESS),
+    Row("FSDP 2, `fully_shard`", of(sharded_in_place),
+        {**SHARDED, "save": Says("Trying to resize storage that is not resizable", LIBRARY)},
+        remark=PROCESS),
+)  # fmt: skip
+COMPILED = (
+    Row("`torch.compile(transformer)`", of(compiled), WHOLE),
+    Row("`transformer.compile()`", of(compiled_in_place), WHOLE),
+    Row("`compile_repeated_blocks()`", of(repeated), BLOCKS),
+    Row("`torch.compile` of each block", of(compiled_blocks), BLOCKS),
 )  # fmt: skip

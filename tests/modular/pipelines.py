@@ -25,6 +25,7 @@ class Twins:
         more: further arguments of both calls.
         branches: of the modular form, as reports name them.
         equal: do both compute the same, bit by bit?
+        denoisers: the components that are.
     """
 
     classic: str
@@ -34,16 +35,17 @@ class Twins:
     more: dict[str, Any] = field(default_factory=dict)
     branches: tuple[str, ...] = ("cond", "uncond")
     equal: bool = True
+    denoisers: tuple[str, ...] = ("transformer",)
 
 
 TWINS: dict[str, Twins] = {
     "flux": Twins("flux", "FluxModularPipeline", True, branches=("cond",)),
     "wan": Twins("wan", "WanModularPipeline", guidance=4.0),
-    "wan22": Twins("wan22", "Wan22ModularPipeline", guidance=4.0),
+    "wan22": Twins("wan22", "Wan22ModularPipeline", guidance=4.0, denoisers=("transformer", "transformer_2")),
     "qwen": Twins("qwen", "QwenImageModularPipeline", guidance=3.0),
     "hunyuan_video15": Twins("hunyuan_video15", "HunyuanVideo15ModularPipeline"),
     "sd3": Twins("sd3", "StableDiffusion3ModularPipeline", True, 4.0, equal=False),
-    "sdxl": Twins("sdxl", "StableDiffusionXLModularPipeline", True, 4.0, equal=False),
+    "sdxl": Twins("sdxl", "StableDiffusionXLModularPipeline", True, 4.0, equal=False, denoisers=("unet",)),
     "z_image": Twins(
         "z_image", "ZImageModularPipeline", more={"height": 16, "width": 16}, branches=("cond",), equal=False
     ),

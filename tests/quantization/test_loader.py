@@ -19,6 +19,7 @@ from diffaccel.errors import IncompatibleError, InvalidOptionError, UnsupportedM
 from diffaccel.quantization.fp8_int8 import Fp8, Int8
 from diffaccel.quantization.weights import ScaledWeight
 from tests import tiny
+from tests.loaded.authors import authors_state
 
 
 @pytest.fixture(scope="module", params=("flux", "wan"))
@@ -101,37 +102,10 @@ def test_a_single_file(flux: Path, tmp_path: Path) -> None:
     assert _same(bare, model) == 34
 
 
-# What the authors of Wan call the layers of a block and those around.
-AUTHORS = {
-    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
-    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
-    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
-    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
-    "condition_embedder.time_proj": "time_projection.1",
-    "proj_out": "head.head",
-    "attn1": "self_attn",
-    "attn2": "cross_attn",
-    "to_out.0": "o",
-    "to_q": "q",
-    "to_k": "k",
-    "to_v": "v",
-    "ffn.net.0.proj": "ffn.0",
-    "ffn.net.2": "ffn.2",
-    "norm2": "norm3",
-}
-
-
 def test_a_single_file_under_its_authors_names(tmp_path: Path) -> None:
     model = tiny.build("wan").transformer
     model.save_pretrained(tmp_path / "diffusers")
-    authors = {}
-    for name, value in model.state_dict().items():
-        for mine, theirs in AUTHORS.items():
-            name = name.replace(mine, theirs)
-        name = "head.modulation" if name == "scale_shift_table" else name.replace("scale_shift_table", "modulation")
-        authors[f"model.diffusion_model.{name}"] = value.clone()
-    assert not set(authors) & set(model.state_dict())
-    save_file(authors, tmp_path / "authors.safetensors")
+    save_file(authors_state(model), tmp_path / "authors.safetensors")
     loaded = load_quantized(
         tmp_path / "authors.safetensors", "fp8_weight_only", config=tmp_path / "diffusers", dtype=torch.float32
     )

@@ -41,7 +41,7 @@ def controlled(target: Target, recipe: CacheRecipe) -> str | None:
     if found is None:
         return None
     return (
-        f"{type(target.pipe).__name__} has a {found}, which acts on blocks from outside; caches of the whole "
+        f"the {found} of {type(target.pipe).__name__} acts on blocks from outside; caches of the whole "
         "output act: adaptive, schedule, taylorseer, easycache, interval with cache_scope='denoiser'"
     )
 
