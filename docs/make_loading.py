@@ -54,7 +54,7 @@ nunchaku-lite's kernels and every transfer to a GPU need a GPU: not run on one.
 WHERE = {
     "plan": "",
     "run": " (in the run's report)",
-    "raises": " (raised by the next run)",
+    "raises": " (raised by the next run or change)",
     "library": " (the library's own error, with and without diffaccel)",
 }
 

@@ -87,6 +87,7 @@ def later(name: str, after: Callable[[Any], Any], cells: Mapping[str, Says], **m
 HELD_GROUP = Says("diffusers' group offload holds the model's weights: quantize first, then offload")
 CAST = Says("diffusers' layerwise casting stores the weights without scales: load the model without it")
 AWAY = Says("is away: accelerate's offload")
+HELD = Says("is away: accelerate's offload", RAISES)
 TAKEN_OFF = (
     "where weights were changed, `restore` asks for accelerate's hooks to be taken off first (they hold the weights "
     "between calls), and is bit-exact after that."
@@ -101,10 +102,8 @@ ROWS = (
         renewed=True),
     Row("group offload, before", of(group_offload), {**moved_by(GROUP), **dict.fromkeys(THREE, HELD_GROUP)}),
     Row("layerwise casting, before", of(casting), dict.fromkeys(THREE, CAST)),
-)  # fmt: skip
-AFTER = (
     later("model offload, after", model_offload, stands_down(ACCELERATE)),
-    later("sequential offload, after", sequential_offload, stands_down(ACCELERATE, save=NO_DATA),
+    later("sequential offload, after", sequential_offload, stands_down(ACCELERATE, save=NO_DATA, lora=HELD),
           off=hooks_off, renewed=True, remark=TAKEN_OFF),
     later("group offload, after", group_offload, stands_down(GROUP)),
     later("layerwise casting, after", casting, {}),

@@ -14,7 +14,7 @@ from tests import tiny
 
 PLAN = "plan"  # refused or left out before anything is computed, with the sentence as the plan's reason
 RUN = "run"  # on, but steps aside in every run of this row, with the sentence among the report's notes
-RAISES = "raises"  # on, and refused by the next run, since what was done after it moves the same weights
+RAISES = "raises"  # on, but the next run (of LoRAs: the next change) is refused after what was done later
 LIBRARY = "library"  # the library's own error, the same with diffaccel and without it
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.loaded import hooked, modular, quantized, wrapped
+from tests.loaded import control, hooked, modular, quantized, wrapped
 from tests.loaded.row import Row
 
 GROUPS: dict[str, tuple[Row, ...]] = {
@@ -11,5 +11,6 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     "Wrapped denoisers": wrapped.ROWS,
     "Compiled by others": wrapped.COMPILED,
     "Device maps, hooks of accelerate and diffusers": hooked.ROWS,
+    "Control and references": control.ROWS,
 }
 ROWS = tuple(row for rows in GROUPS.values() for row in rows)

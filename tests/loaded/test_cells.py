@@ -127,9 +127,14 @@ class Cell:
         """Strengths are absolute, and unloading is exact."""
         state = state_dict(self.pipe, self.row.family)
         pipe = attach(self.pipe)
+        later = self.says is not None and self.says.where == RAISES
+        if later and self.row.after is not None:
+            pipe.acceleration.loras.load(state, "a", 0.5)
+            self.row.after(pipe)
+            assert not self.picture(pipe).equal(self.plain)
         if self.says is not None:
             with pytest.raises(DiffaccelError) as raised:
-                pipe.acceleration.loras.load(state, "a", 0.5)
+                pipe.acceleration.loras.load(state, "b" if later else "a", 0.5)
             assert self.says.text in str(raised.value) and len(str(raised.value)) <= 300
             return self.undone()
         pipe.acceleration.loras.load(state, "a", 0.5)

@@ -12,6 +12,7 @@ import torch
 
 from diffaccel import DiffaccelError, UnsupportedModelError, accelerate, plan, restore
 from diffaccel.models import lookup
+from diffaccel.quantization.weights import ScaledWeight
 from tests.fingerprint import assert_same, snapshot_pipe
 from tests.modular import parts
 from tests.modular.families import BY_BLOCKS_NOT, FAMILIES, STEPS, build, run
@@ -122,7 +123,7 @@ def test_blocks_are_left_out(name: str) -> None:
         said = [*pipe.acceleration.report.notes, *(item.reason for item in pipe.acceleration.plan.items)]
         assert any("kv_cache was given" in one or "could not be learnt" in one for one in said)
     else:
-        assert not torch.equal(result, plain) and pipe.acceleration.report.hit_rate > 0.5
+        assert not torch.equal(result, plain) and pipe.acceleration.report.hit_rate >= 0.5
         assert set(pipe.acceleration.report.strip()) == set(FAMILIES[name].branches)
     restore(pipe)
     assert torch.equal(run(pipe, name), plain)
@@ -165,8 +166,7 @@ def test_both_denoisers_are_found() -> None:
     restore(pipe)
     accelerate(pipe, None, strict=True, quantization="fp8")  # the blocks were learnt of one, and hold for both
     for one in (pipe.transformer, pipe.unconditional_transformer):
-        kinds = {tensor.dtype for tensor in (*one.parameters(), *one.buffers())}
-        assert torch.float8_e4m3fn in kinds
+        assert any(isinstance(weight.data, ScaledWeight) for weight in one.parameters())
     restore(pipe)
 
 
