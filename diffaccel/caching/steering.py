@@ -294,13 +294,13 @@ class Controller(Sampler):
             misses_of(tracks[unit].history, Sample(self.levels.at[index], (output[places[unit]],)), control.order)
             for unit in wanted
         ]
-        grams = torch.stack(rows)
-        if self.rules.process_group is not None:  # every member decides by the samples of all
+        grams: list[list[list[list[float]]]] = torch.stack(rows).tolist()
+        if self.rules.process_group is not None:  # every member decides by the samples of all, be they 1 or 8
             group = self.rules.process_group
-            everyone = [torch.empty_like(grams) for _ in range(torch.distributed.get_world_size(group))]
-            torch.distributed.all_gather(everyone, grams, group=group)
-            grams = torch.cat(everyone, 1)
-        for unit, values in zip(wanted, grams.tolist(), strict=True):
+            everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(everyone, grams, group=group)
+            grams = [[gram for member in everyone for gram in member[unit]] for unit in range(len(wanted))]
+        for unit, values in zip(wanted, grams, strict=True):
             found[unit] = values
         return found
 
