@@ -20,11 +20,12 @@ from .core.report import RunReport
 from .core.run import Run, running
 from .core.snapshot import Snapshot
 from .core.stack import Stack
+from .core.watch import Watch
 from .errors import DiffaccelError, IncompatibleError
 from .models.registry import lookup
 from .planner.levers import PLACES, RIVALS
 from .planner.options import LEVEL, require_parameters, wished
-from .planner.plan import Plan, PlanItem
+from .planner.plan import Plan
 from .planner.resolve import Decision, Judged, resolve
 from .planner.rivals import without
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .core.compat import Args, Forward, Kwargs, Output
     from .core.protocols import Pipeline
     from .core.run import Request
+    from .planner.summary import Details
     from .quality.measurement import Measurement
     from .quantization.lora.manager import Loras
 
@@ -69,6 +71,7 @@ class Acceleration:
         self.lock = threading.RLock()
         self._runs: list[Run] = []  # runs in progress, outermost first; all of the thread that holds the lock
         self.stack = Stack(decision.target, self)
+        self.watch = Watch(self.stack)  # who is told of runs: progress, profiler ranges
 
     # ---- what a user sees ------------------------------------------------------------------------------
 
@@ -83,14 +86,16 @@ class Acceleration:
     @property
     def plan(self) -> Plan:
         """The plan in force; items carry what the last run measured, and who has taken their place since."""
-        plan, report, displaced = self._decision.plan, self.report, self.stack.displaced()
-        items = plan.items if report is None else tuple(_measured(item, report) for item in plan.items)
-        items = tuple(
-            replace(item, reason=f"stands down: {displaced[item.name]}") if item.name in displaced else item
-            for item in items
-        )
-        plan = replace(plan, items=items)
-        return plan if self._measurement is None else plan.with_measured(self._measurement.summary())
+        from .planner.in_force import in_force
+
+        return in_force(self._decision.plan, self.report, self.stack.displaced(), self._measurement)
+
+    @property
+    def details(self) -> Details:
+        """For printing: every parameter in force, prediction and measurement, one line each."""
+        from .planner.summary import Details
+
+        return Details(self.plan, self.report)
 
     @property
     def wishes(self) -> dict[str, object]:
@@ -196,13 +201,13 @@ class Acceleration:
         return f"{type(pipe).__name__}: {', '.join(self._decision.plan.enabled) or 'nothing enabled'}"
 
     def __str__(self) -> str:
-        return str(self.plan)
+        return self.details.short()
 
     def __repr__(self) -> str:
         return f"<Acceleration of {self.describe()}>"
 
     def _repr_html_(self) -> str:
-        return self.plan._repr_html_()
+        return self.details.short_html()
 
     # ---- attaching -------------------------------------------------------------------------------------
 
@@ -300,6 +305,18 @@ class Acceleration:
                 vars(pipe)[HANDLE] = self
                 self.stack.put(decision.target, placed)
 
+    @contextlib.contextmanager
+    def without(self, key: str) -> Iterator[None]:
+        """All levers but that of one place, for the length of the `with`; plan and last report stay as they are."""
+        with self.idle("without"):
+            target, placed, report = self.stack.target, self.stack.placed, self.report
+            self.stack.put(target, [row for row in placed if row.rank != PLACES[key].rank])
+            try:
+                yield
+            finally:
+                self.stack.put(target, placed)
+                self.report = report
+
     # ---- running ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -345,16 +362,19 @@ class Acceleration:
             run.note(f"{name} stood down: {why}")
         if request is not None:
             run.rng_start = snapshots.rng_states(snapshots.generators_of(request[2]))
-        completed = False
+        completed, observer = False, None
         try:
             for edit in self.stack.edits:
                 if edit.begin_run is not None:
                     edit.begin_run(run)
             self._runs.append(run)
+            observer = self.watch.open(run)
             with running(run):
                 yield run
             completed = not run.was_interrupted()
         finally:
+            if observer is not None:
+                observer.end_run(run)
             if self._runs and self._runs[-1] is run:
                 self._runs.pop()
             self._finish(run, completed)
@@ -378,15 +398,3 @@ class Acceleration:
         for name, guider in guiders(pipe).items():  # they count the calls of a step
             setattr(clone, name, copy.deepcopy(guider))
         return clone
-
-
-def _measured(item: PlanItem, report: RunReport) -> PlanItem:
-    """A plan item with what the last run measured, and why it stood down if it did."""
-    if item.status != "enabled" or item.name not in report.stats:
-        return item
-    down = next((note for note in report.notes if note.startswith(f"{item.name} stood down")), None)
-    return replace(
-        item,
-        measured={**report.stats[item.name], "origin": "measured"},
-        reason=f"in the last run, {down}" if down else item.reason,
-    )

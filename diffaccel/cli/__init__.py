@@ -21,15 +21,17 @@ from ..errors import DiffaccelError, nearest
 VERBS: dict[str, str] = {
     "bench": "measure plans in turn on one pipeline: speed, fidelity, steps, memory; a report; a regression check",
     "demo": "generate pictures with and without acceleration and compare speed and fidelity",
+    "doctor": "say what is wrong with this machine, a pipeline, or a lever on it",
     "export": "write a plan as a command or script for SGLang, vLLM-Omni, xDiT or diffusers",
     "ledger": "say what a generation costs: FLOPs, memory, seconds, dollars",
     "plan": "show what a preset would switch on for a pipeline, and why",
     "presets": "list the presets, or print one",
     "quantize": "turn a pipeline's denoisers into a 4-bit checkpoint (SVDQuant)",
+    "scout": "show what many seeds become after a few steps, and finish the chosen ones",
     "sweep": "one parameter from careful to bold: a curve of speed and fidelity, beside simply fewer steps",
     "tune": "search the steps that are worth computing, for one pipeline, and write presets",
 }
-_LATER = ("comfyui", "doctor")
+_LATER = ("comfyui",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,6 +37,7 @@ __all__ = [
     "ModelHook",
     "StateManager",
     "attention_backends",
+    "attention_default",
     "compile_backends",
     "compile_counts",
     "convert_single_file",
@@ -55,6 +56,7 @@ __all__ = [
     "native_cache",
     "no_duck_shape",
     "num_timesteps",
+    "record_range",
     "set_eval_frame",
     "unwrap_module",
     "vae_decode",
@@ -71,6 +73,7 @@ Component: TypeAlias = Any  # a part of a pipeline (a model, a tokenizer, a sche
 Forward: TypeAlias = Callable[..., Any]
 Wrapper: TypeAlias = Any  # a forward that somebody put around another, which is its `__wrapped__`
 HookPair: TypeAlias = tuple[Any, Any]  # (pre_forward, post_forward) of a hook; (None, None) where it replaces forward
+Range: TypeAlias = Any  # a range of torch.profiler, open from its `__enter__` to its `__exit__`
 Kept: TypeAlias = Any  # a key or a value of what a lever keeps for a run, whose form only that lever knows
 
 REGISTRY = "_diffusers_hook"  # attribute of a module that holds its HookRegistry
@@ -187,6 +190,17 @@ def compile_backends() -> list[str]:
     import torch._dynamo
 
     return list(torch._dynamo.list_backends(exclude_tags=()))
+
+
+def record_range(name: str) -> Range:
+    """A range of torch.profiler by PyTorch's fast record function, whose enter and exit are no Python calls."""
+    return torch._C._profiler._RecordFunctionFast(name)
+
+
+def attention_default() -> tuple[str, str]:
+    """(diffusers' process-wide attention backend as it is, as it was when the process began)."""
+    began: str = importlib.import_module("diffusers.models.attention_dispatch").DIFFUSERS_ATTN_BACKEND
+    return AttentionBackendName(_AttentionBackendRegistry._active_backend).value, AttentionBackendName(began).value
 
 
 def compile_counts() -> tuple[int, int]:
@@ -343,6 +357,8 @@ def drift() -> list[str]:
     need(torch._C.DispatchKey, *VMAP_KEYS)
     need(torch.nn.Module, COMPILED, "_call_impl")
     need(importlib.import_module("torch._dynamo.utils"), "counters")
+    need(torch._C._profiler, "_RecordFunctionFast")
+    need(dispatch, "DIFFUSERS_ATTN_BACKEND")
     need(importlib.import_module("torch.fx.experimental._config"), "use_duck_shape", "patch")
     need(importlib.import_module("torch._dynamo.decorators"), "skip")
     need(importlib.import_module("torch._subclasses.fake_tensor"), "FakeTensorMode", "FakeTensor")

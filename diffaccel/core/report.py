@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 
@@ -64,6 +65,19 @@ class RunReport:
         for step in self.steps:
             lines[step.branch] = lines.get(step.branch, "") + ("C" if step.computed else ".")
         return lines
+
+    def metrics(self) -> dict[str, int | float]:
+        """Numbers by name, for a log or a dashboard; see `core.metrics.metrics`."""
+        from .metrics import metrics  # whoever asks for none loads none
+
+        return metrics(self)
+
+    def openmetrics(self, labels: Mapping[str, str] | None = None) -> str:
+        """The text of a scrape, as OpenMetrics has it; `labels` are put on every line. Over many runs:
+        `core.metrics.Totals`."""
+        from .metrics import openmetrics
+
+        return openmetrics(self, labels)
 
     def to_dict(self) -> dict[str, object]:
         """Plain data, ready for JSON."""

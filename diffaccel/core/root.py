@@ -90,6 +90,9 @@ class RootHook(Hook):
             call = run.begin_call(self.component, None if context is None else context.name)
             if call.replay is not None:
                 return call.replay
+            observer = run.observer
+            if observer is not None:
+                observer.begin_call(call)
             listeners, begun, output = self.listeners, 0, None
             try:
                 for listener in listeners:
@@ -105,6 +108,8 @@ class RootHook(Hook):
                     listener.end_call(call)
                 call.inputs = call.answer = call.finish = call.output = None
             run.end_call(call, output)
+            if observer is not None:
+                observer.end_call(call)
             return output
 
 

@@ -23,6 +23,7 @@ from .timing import Stopwatch
 if TYPE_CHECKING:
     from .compat import Args, Forward, Kwargs, Output
     from .listener import Sampler
+    from .observer import Observer
     from .protocols import Owner, Pipeline, ProgressBar, Scheduler
     from .snapshot import Replay
     from .timing import Mark
@@ -86,6 +87,7 @@ class Run:
         self.sampler: Sampler | None = None  # who stands around the scheduler's steps
         self.notes: list[str] = []
         self.bar: ProgressBar | None = None
+        self.observer: Observer | None = None
         self.replay: Replay | None = None
         self.request: Request | None = None  # of a pipeline call
         self.rng_start: list[tuple[torch.Generator | None, torch.Tensor]] = []
@@ -159,6 +161,8 @@ class Run:
         self.last_step = self.mark()
         if self.bar is not None and self.hits:
             self.bar.set_postfix_str(f"cached {self.hits}/{len(self.calls)}", refresh=False)
+        if self.observer is not None:
+            self.observer.end_step(self)
 
     # ---- what accelerators ask -------------------------------------------------------------------------
 

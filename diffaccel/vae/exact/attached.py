@@ -157,7 +157,8 @@ class StripWork:
         """`own(*args, **kwargs)` in strips, or as it is with a note of the reason."""
         self.counts["encodes" if encode else "decodes"] += 1
         method = type(self.vae)._encode if encode else type(self.vae)._decode
-        given = inspect.signature(method).bind(self.vae, *args, **kwargs).arguments
+        form = inspect.signature(method)
+        given = form.bind(self.vae, *args, **kwargs).arguments
         (_, x), *rest = list(given.items())[1:]
         more = {key: value for key, value in rest if key != "return_dict" and value is not None}
         why = self.why_not(x, more, encode)
@@ -171,7 +172,7 @@ class StripWork:
             made = work(self.vae, x, rows=choice.rows, mode=choice.mode, **more)
         self.counts["exact"] += 1
         self.last = choice
-        if encode:
+        if encode or "return_dict" not in form.parameters:  # HunyuanVideo-1.5: `decode` wraps what `_decode` returns
             return made
         return _output(made) if given.get("return_dict", True) else (made,)
 
