@@ -7,8 +7,9 @@ Rows: benchmarks/data/published_times.json, one GPU, no cache, no quantization, 
 medium. The rate of a row is the part of the GPU's bf16 peak at which the denoiser ran, once the predicted seconds of
 text encoder and decoder are taken off. Its logarithm is modelled as a sum: one term by execution (eager, compiled,
 tuned), one for video, one for cards for the desk, slopes over the logarithms of the peak (large GPUs reach a smaller
-part of it) and of the denoiser's parameters (small models do, unless a tuned engine runs them), and deviations
-of GPU, of GPU and kind of work, and of the source. All are normal with the widths below, so that the
+part of it) and of the denoiser's parameters (small models do, unless a tuned engine runs them), two for the part of a
+forward that is convolution (UNets run slower, and more so on large GPUs), and deviations of GPU, of GPU and kind of
+work, and of the source. All are normal with the widths below, so that the
 posterior has a closed form, and a source that is not known gets the width of sources on top.
 """
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from diffaccel.ledger import estimate
 from diffaccel.ledger.hardware import named
-from diffaccel.ledger.timing import DECODE, EIGHTY, ENCODE, log_peak, log_size
+from diffaccel.ledger.timing import DECODE, EIGHTY, ENCODE, conv_part, log_peak, log_size
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "benchmarks" / "data" / "published_times.json"
@@ -35,7 +36,8 @@ RATES = ROOT / "diffaccel" / "ledger" / "rates.json"
 # (mean, standard deviation) of the terms before any row is seen; logarithms.
 PRIOR = {"eager": (math.log(0.5), 0.5), "compiled": (math.log(0.65), 0.5), "tuned": (math.log(0.75), 0.5)}
 VIDEO, SLOPE, SIZE, CARD = (0.0, 0.3), (-0.35, 0.15), (0.0, 0.1), (0.0, 0.2)
-GPU, WORK, SOURCE, NOISE = 0.12, 0.10, 0.15, 0.10
+CONV, CONV_SLOPE = (0.0, 1.0), (0.0, 1.0)  # SDXL: a quarter of a forward is convolution
+GPU, WORK, SOURCE, NOISE = 0.12, 0.10, 0.13, 0.10
 MOST = 0.9  # of the peak, where no published time says otherwise
 CARDS = {"3060", "3090", "4090", "5090"}  # for the desk: they clock above the peak that their data sheets state
 
@@ -52,6 +54,7 @@ class Row:
     video: bool
     execution: str
     size: float  # `log_size` of the denoiser
+    conv: float  # part of a forward that is convolution
     flops: float  # of the denoiser
     others_s: float  # predicted seconds of encoder and decoder
     seconds: float
@@ -78,7 +81,7 @@ def usable(row: dict[str, Any]) -> bool:
 
 KNOWN = {
     *("flux.1-dev", "flux.1-schnell", "flux.2-dev", "flux.2-klein-4b", "qwen-image", "z-image-turbo", "sd3-medium"),
-    *("sdxl", "wan2.1-t2v-1.3b", "wan2.1-t2v-14b", "hunyuanvideo", "ltx-video-13b"),
+    *("sdxl", "wan2.1-t2v-1.3b", "wan2.1-t2v-14b", "wan2.2-t2v-a14b", "hunyuanvideo", "ltx-video-13b"),
 }
 
 
@@ -87,7 +90,7 @@ def read(row: dict[str, Any]) -> Row:
     model, config = row["model"].split(" ")[0], row["config"]
     sizes = [int(n) for n in re.findall(r"\d+", row["shape"].split(",")[0])] if "x" in row["shape"] else []
     width, height, frames = (*sizes, None)[:3] if 2 <= len(sizes) <= 3 else (None, None, None)
-    book = estimate(model, height, width, frames, row["steps"], text_tokens=row.get("text_tokens"))
+    book = estimate(model, height, width, frames, row["steps"], text_tokens=row.get("text_tokens"), hardware=None)
     gpu = named(re.split(r"-(?:SXM|80)", row["gpu"])[0].removesuffix(" SXM 80GB"))
     assert gpu.bf16_tflops is not None and book.flops.decode is not None
     peak, alone = gpu.bf16_tflops * 1e12, "ONE" in row["scope"]
@@ -98,6 +101,7 @@ def read(row: dict[str, Any]) -> Row:
         video=book.request.frames is not None,
         execution="tuned" if "tuned" in config else "compiled" if "compile" in config else "eager",
         size=log_size(book.params["transformer"]),
+        conv=conv_part(book.flops.forward),
         flops=float(book.flops.forward.total * row["cfg_branches"] * row["steps"]),
         others_s=0.0
         if alone
@@ -109,15 +113,15 @@ def read(row: dict[str, Any]) -> Row:
 
 # ---- the model ------------------------------------------------------------------------------------------------------
 
-FIXED = ("eager", "compiled", "tuned", "video", "slope", "size", "card")
+FIXED = ("eager", "compiled", "tuned", "video", "slope", "size", "card", "conv", "conv slope")
 
 
-def features(gpu: str, video: bool, execution: str, size: float, terms: list[str]) -> np.ndarray:
+def features(gpu: str, video: bool, execution: str, size: float, conv: float, terms: list[str]) -> np.ndarray:
     """The row of the design matrix for one cell; terms that it does not have are zero."""
     peak = named(gpu).bf16_tflops
     assert peak is not None
     values = {execution: 1.0, "video": float(video), "slope": log_peak(peak), "size": size * (execution != "tuned")}
-    values["card"] = float(gpu in CARDS)
+    values |= {"card": float(gpu in CARDS), "conv": conv, "conv slope": conv * log_peak(peak)}
     values |= {f"gpu {gpu}": 1.0, f"work {gpu} {video}": 1.0}
     return np.array([values.get(term, 0.0) for term in terms])
 
@@ -130,9 +134,11 @@ class Fit:
     mean: np.ndarray
     covariance: np.ndarray
 
-    def predict(self, gpu: str, video: bool, execution: str, size: float = 0.0) -> tuple[float, float]:
+    def predict(
+        self, gpu: str, video: bool, execution: str, size: float = 0.0, conv: float = 0.0
+    ) -> tuple[float, float]:
         """(mean, standard deviation) of the logarithm of the rate that a new source would see."""
-        x = features(gpu, video, execution, size, self.terms)
+        x = features(gpu, video, execution, size, conv, self.terms)
         known = set(self.terms)
         extra = GPU**2 * (f"gpu {gpu}" not in known) + WORK**2 * (f"work {gpu} {video}" not in known)
         variance = float(x @ self.covariance @ x) + extra + SOURCE**2 + NOISE**2
@@ -145,13 +151,13 @@ def fit(rows: list[Row]) -> Fit:
     works = sorted({(row.gpu, row.video) for row in rows})
     sources = sorted({row.source for row in rows})
     terms = [*FIXED, *(f"gpu {g}" for g in gpus), *(f"work {g} {v}" for g, v in works)]
-    priors = [*(PRIOR[name] for name in FIXED[:3]), VIDEO, SLOPE, SIZE, CARD]
+    priors = [*(PRIOR[name] for name in FIXED[:3]), VIDEO, SLOPE, SIZE, CARD, CONV, CONV_SLOPE]
     priors += [(0.0, GPU)] * len(gpus) + [(0.0, WORK)] * len(works) + [(0.0, SOURCE)] * len(sources)
     design = np.array(
         [
             np.concatenate(
                 [
-                    features(row.gpu, row.video, row.execution, row.size, terms),
+                    features(row.gpu, row.video, row.execution, row.size, row.conv, terms),
                     [float(row.source == source) for source in sources],
                 ]
             )
@@ -173,7 +179,7 @@ def left_out(rows: list[Row]) -> list[tuple[Row, float, bool]]:
     for source in sorted({row.source for row in rows}):
         known = fit([row for row in rows if row.source != source])
         for row in (row for row in rows if row.source == source):
-            mean, width = known.predict(row.gpu, row.video, row.execution, row.size)
+            mean, width = known.predict(row.gpu, row.video, row.execution, row.size, row.conv)
             peak = named(row.gpu).bf16_tflops
             assert peak is not None
 
@@ -220,6 +226,8 @@ def table(rows: list[Row]) -> dict[str, Any]:
         "about": "Written by benchmarks/ledger_rates.py: parts of the bf16 peak, and widths of their logarithms",
         "slope": round(float(found.mean[FIXED.index("slope")]), 4),
         "size": round(float(found.mean[FIXED.index("size")]), 4),
+        "conv": round(float(found.mean[FIXED.index("conv")]), 4),
+        "conv_slope": round(float(found.mean[FIXED.index("conv slope")]), 4),
         "general": general,
         "cells": cells,
     }

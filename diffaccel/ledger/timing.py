@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..errors import InvalidOptionError, unknown
-from .book import Ledger
+from .book import Forward, Ledger
 from .hardware import Hardware
 
 EXECUTIONS = ("compiled", "eager", "tuned")
@@ -39,6 +39,11 @@ def log_peak(tflops: float) -> float:
 def log_size(parameters: int) -> float:
     """What the slope over sizes is multiplied with: 0 for a denoiser of 12 billion parameters or more."""
     return min(0.0, math.log(parameters / SIZE_AT))
+
+
+def conv_part(forward: Forward) -> float:
+    """Part of a forward that is convolution: 0.24 for SDXL, next to nothing for transformers."""
+    return forward.conv / forward.total
 
 
 @dataclass(frozen=True)
@@ -102,10 +107,11 @@ def predict(ledger: Ledger, machine: Hardware, execution: str = "eager", mfu: fl
 def _rate(machine: Hardware, ledger: Ledger, execution: str) -> tuple[float, float, str]:
     """(part of the peak, standard deviation of its logarithm, what it rests on)."""
     kind, table = "image" if ledger.request.frames is None else "video", rates()
-    size = math.exp(table["size"] * log_size(ledger.params["transformer"]) * (execution != "tuned"))
+    assert machine.bf16_tflops is not None
+    conv = conv_part(ledger.flops.forward) * (table["conv"] + table["conv_slope"] * log_peak(machine.bf16_tflops))
+    size = math.exp(conv + table["size"] * log_size(ledger.params["transformer"]) * (execution != "tuned"))
     cell = table["cells"].get(f"{machine.name} {kind} {execution}")
     if cell is None:  # a machine of the user's own
-        assert machine.bf16_tflops is not None
         general = table["general"][f"{kind} {execution}"] * math.exp(table["slope"] * log_peak(machine.bf16_tflops))
         return general * size, ALONE, NO_SOURCE
     count = len(cell["sources"])

@@ -50,7 +50,7 @@ def test_the_page(capsys: Any) -> None:
         "2.08 P   99.3%",
         "31.4 GiB in bf16",
         "fits in 80 on h100",
-        "(2 sources)",
+        "(3 sources)",
         "this is 150 times as much",
         "both sides            5.62",
     ):

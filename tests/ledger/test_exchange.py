@@ -144,7 +144,7 @@ def test_several_gpus_are_no_faster_in_truth_than_the_bound() -> None:
 @pytest.mark.parametrize(
     ("gpu", "hardware", "before", "after", "items", "tolerance"),
     [
-        ("H100", "h100", "single GPU, bf16 eager", "single GPU, bf16 torch.compile", ("compile",), 0.15),
+        ("H100", "h100", "single GPU, bf16 eager", "single GPU, bf16 torch.compile", ("compile",), 0.17),
         ("A100", "a100", "bf16 eager", "bf16 torch.compile", ("compile",), 0.15),
         ("L20", "l20", "bf16 eager", "float8", ("quantization.fp8", "compile"), 0.15),
     ],
