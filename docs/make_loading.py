@@ -54,6 +54,7 @@ nunchaku-lite's kernels and every transfer to a GPU need a GPU: not run on one.
 WHERE = {
     "plan": "",
     "run": " (in the run's report)",
+    "warns": " (a warning before the next run, which goes on without it)",
     "raises": " (raised by the next run or change)",
     "library": " (the library's own error, with and without diffaccel)",
 }

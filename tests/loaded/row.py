@@ -14,6 +14,7 @@ from tests import tiny
 
 PLAN = "plan"  # refused or left out before anything is computed, with the sentence as the plan's reason
 RUN = "run"  # on, but steps aside in every run of this row, with the sentence among the report's notes
+WARNS = "warns"  # on, but taken off before the next run, with a warning: what was done later is in its way
 RAISES = "raises"  # on, but the next run (of LoRAs: the next change) is refused after what was done later
 LIBRARY = "library"  # the library's own error, the same with diffaccel and without it
 
@@ -24,7 +25,7 @@ class Says:
 
     Attributes:
         text: part of the sentence that is said, enough to be understood on the page.
-        where: PLAN, RUN, RAISES or LIBRARY.
+        where: PLAN, RUN, WARNS, RAISES or LIBRARY.
     """
 
     text: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from diffaccel import accelerate, attach, plan, restore
 from diffaccel.errors import DiffaccelError, IncompatibleError
 from tests.loaded.columns import BY_NAME, COLUMNS, FREE, Column
-from tests.loaded.row import LIBRARY, PLAN, RAISES, RUN, Row
+from tests.loaded.row import LIBRARY, PLAN, RAISES, RUN, WARNS, Row
 from tests.loaded.rows import ROWS
 from tests.loaded.state import changes, describe, state_of
 from tests.quantization.loras import state_dict
@@ -80,6 +81,11 @@ class Cell:
             with pytest.raises(DiffaccelError) as raised:
                 self.picture(pipe)
             assert self.says.text in str(raised.value) and len(str(raised.value)) <= 300
+            return self.undone()
+        if self.says is not None and self.says.where == WARNS:
+            with pytest.warns(UserWarning, match=re.escape(self.says.text)):
+                first = self.picture(pipe)
+            assert first.equal(self.plain)
             return self.undone()
         first, second = self.picture(pipe), self.picture(pipe)
         assert first.equal(second) or self.column.name == "compile"
@@ -198,4 +204,4 @@ def test_the_figures() -> None:
     assert not [row.name for row in ROWS if "schedule" in row.cells]
     sentences = [says.text for row in ROWS for says in row.cells.values()]
     assert all(len(text.split()) >= 4 for text in sentences), sentences
-    assert {says.where for row in ROWS for says in row.cells.values()} <= {PLAN, RUN, RAISES, LIBRARY}
+    assert {says.where for row in ROWS for says in row.cells.values()} <= {PLAN, RUN, WARNS, RAISES, LIBRARY}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests import tiny
-from tests.loaded.row import LIBRARY, Row, Says
+from tests.loaded.row import LIBRARY, WARNS, Row, Says
 
 CPU = torch.device("cpu")
 
@@ -123,6 +123,10 @@ WHOLE = {
     "compile": Says("is compiled as a whole already (torch.compile)"),
     "layerwise": Says("is compiled as a whole (torch.compile): its weights are read inside of one graph"),
 }
+REPLACED = {
+    name: Says(f"{item} is off now, as a denoiser was replaced: transformer is compiled as a whole", WARNS)
+    for name, item in (("compile", "compile"), ("layerwise", "offload.layerwise"))
+}
 BLOCKS = {"compile": Says("blocks are compiled already (not by diffaccel), and stay so")}
 PROCESS = (
     "one process, so that no shard lies elsewhere. With two (`tests/loaded/test_fsdp.py`) a cache of the whole output "
@@ -143,4 +147,7 @@ COMPILED = (
     Row("`transformer.compile()`", of(compiled_in_place), WHOLE),
     Row("`compile_repeated_blocks()`", of(repeated), BLOCKS),
     Row("`torch.compile` of each block", of(compiled_blocks), BLOCKS),
+    Row("`torch.compile(transformer)`, after", lambda: tiny.build("flux"), REPLACED, after=compiled),
+    Row("`transformer.compile()`, after", lambda: tiny.build("flux"), after=compiled_in_place),
+    Row("`compile_repeated_blocks()`, after", lambda: tiny.build("flux"), after=repeated),
 )  # fmt: skip
