@@ -110,20 +110,21 @@ def plan(
     strict: bool = False,
     **overrides: object,
 ) -> Plan:
-    """The decision `accelerate` would make with the same arguments; touches nothing.
+    """The decision `accelerate` would make with the same arguments, and what it gains; touches nothing.
 
     `pipe` may also be what has no weights yet: a pipeline on meta, the name of a model that the ledger knows
     ("flux.1-dev"), or a folder of a pipeline's configs.
     """
-    found, origin = pipe, ""
-    if isinstance(pipe, (str, Path)):
-        from .planner.blueprint import pipeline_of  # brings the ledger's closed forms along
+    from .ledger.models import resolve as model_of  # brings the ledger's closed forms along
+    from .planner.blueprint import pipeline_of
+    from .planner.pricing import priced
 
-        found, origin = pipeline_of(pipe)
-    wishes = _with_level(level, overrides)
+    model = model_of(pipe) if isinstance(pipe, (str, Path)) else None
+    found, origin = (pipe, "") if model is None else pipeline_of(model)
     with planning():
-        decided = resolve(found, preset, budget, hardware, strict, wishes, weights=False).plan
-    return replace(decided, model=origin) if origin else decided
+        decided = resolve(found, preset, budget, hardware, strict, _with_level(level, overrides), weights=False)
+        costed = priced(decided.plan, decided.target, model)
+    return replace(costed, model=origin) if origin else costed
 
 
 def _with_level(level: str | None, overrides: dict[str, object]) -> dict[str, object]:

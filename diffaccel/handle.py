@@ -95,7 +95,13 @@ class Acceleration:
         """For printing: every parameter in force, prediction and measurement, one line each."""
         from .planner.summary import Details
 
-        return Details(self.plan, self.report)
+        return Details(self.plan, self.report, self._with_costs)
+
+    def _with_costs(self) -> Plan:
+        """The plan with what the ledger computes, which is loaded to be looked at."""
+        from .planner.pricing import priced
+
+        return priced(self.plan, self._decision.target) if self.alive() else self.plan
 
     @property
     def wishes(self) -> dict[str, object]:

@@ -2,76 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from ..core.accelerator import Accelerator, Fidelity, Target
-from ..core.compat import unwrap_module
 from ..errors import BudgetError, IncompatibleError
 from ..ledger.hardware import GIB
 from .levers import PLACES
 from .options import Budget, build, wished
 from .plan import PlanItem
+from .sizes import Needs, component_bytes
 
-if TYPE_CHECKING:
-    from ..core.protocols import Pipeline
-
-HEADROOM = 0.15  # assumed: the share of a GPU that computing takes beside weights, where nobody gave a budget
+HEADROOM = 0.15  # assumed: the share of a GPU that computing takes beside weights, where the ledger knows no better
+SPARE = 0.05  # assumed: the share of a GPU that the allocator cannot use
 
 
 class Limited(NamedTuple):
-    """The wishes, less an offload that is not needed; then the plan item that says so."""
+    """The wishes as memory has them; the plan item of an offload that is not needed; notes about what was changed."""
 
     wishes: dict[str, object]
-    item: PlanItem | None
+    item: PlanItem | None = None
+    notes: tuple[str, ...] = ()
 
 
 def limit_memory(target: Target, budget: Budget, wishes: dict[str, object], explicit: bool) -> Limited:
-    """Offload within the memory budget. A preset's offload (not `explicit`) acts only where weights do not fit.
+    """Offload within the memory of the budget or the machine; what is exact goes before what is not.
+
+    A preset's offload (not `explicit`) acts only where it is needed; where taking turns by stage is not enough, layers
+    take turns, and where a decode alone does not fit, it is made in strips.
 
     Raises:
         BudgetError: the weights do not fit into `memory_gib`, neither as wished; says what would.
     """
     wish = wished(wishes, "offload")
     if budget.memory_gib is None and not wish:
-        return Limited(wishes, None)
+        return Limited(wishes)
     place = PLACES["offload"]
-    sizes = _sizes(target.pipe)
+    sizes = component_bytes(target.pipe)
     target.quantized_bytes = _quantized(target, budget, wishes)
     sizes |= {name: min(sizes[name], size) for name, size in target.quantized_bytes.items() if name in sizes}
     whole = sum(sizes.values()) / GIB
+    notes: tuple[str, ...] = ()
     if wish in place.ready and not explicit:
-        why = _not_needed(target, budget, whole)
+        need = _needs(target, budget, wishes, sizes)
+        why = _not_needed(target, budget, whole, need)
         if why is not None:
-            rest = {k: v for k, v in wishes.items() if k != "offload" and not place.owns(k)}
-            return Limited(rest, PlanItem(place.item(wish), place.slot.value, "skipped", why, "exact"))
+            return Limited(_without(wishes), PlanItem(place.item(wish), place.slot.value, "skipped", why, "exact"))
+        if need is not None:
+            wishes, strips = _in_strips(target, budget, wishes, need)
+            need = _needs(target, budget, wishes, sizes) if strips else need
+            wishes, layers = (wishes, ()) if need is None else _by_layer(target, wishes, need)
+            notes = (*strips, *layers)
+        wish = wished(wishes, "offload")
     if budget.memory_gib is None or whole <= budget.memory_gib:
-        return Limited(wishes, None)
+        return Limited(wishes, notes=notes)
     if wish in place.ready:
         wishes = _limited(wishes, wish, budget.memory_gib)
         _require_fit(target, build("offload", wish, wishes), budget.memory_gib, f"{_taken(sizes, budget)}, and ")
-        return Limited(wishes, None)
+        return Limited(wishes, notes=notes)
     raise BudgetError(f"{_taken(sizes, budget)}. {_what_fits(target, budget.memory_gib)}")
 
 
-def _sizes(pipe: Pipeline) -> dict[str, int]:
-    return {
-        name: sum(_bytes(p) for p in unwrap_module(component).parameters())
-        for name, component in pipe.components.items()
-        if isinstance(component, torch.nn.Module)
-    }
+def _without(wishes: dict[str, object]) -> dict[str, object]:
+    """No offload, nor its parameters."""
+    return {key: value for key, value in wishes.items() if key != "offload" and not PLACES["offload"].owns(key)}
 
 
-def _bytes(tensor: object) -> int:
-    """Bytes of a tensor; of one that wraps others (a quantized weight), theirs."""
-    if not isinstance(tensor, torch.Tensor):
-        return 0  # a DTensor lists its device mesh among its parts
-    inner = getattr(tensor, "__tensor_flatten__", None)
-    if inner is None or type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return tensor.numel() * tensor.element_size()
-    return sum(_bytes(getattr(tensor, name)) for name in inner()[0])
+def _needs(target: Target, budget: Budget, wishes: dict[str, object], sizes: Mapping[str, int]) -> Needs | None:
+    """What the machine must hold by where weights lie; None where a budget is given, or nothing is known."""
+    if budget.memory_gib is not None or target.hardware.memory_gib is None or not target.hardware.may.own_memory:
+        return None
+    from .costs import needs_of  # brings the ledger's closed forms along
+
+    return needs_of(target, sizes, _live(target), bool(wished(wishes, "vae_tiling")))
+
+
+def _live(target: Target) -> int | None:
+    """Bytes of blocks on the device at once under layerwise offload; None where it cannot act."""
+    lever = build("offload", "layerwise", {"offload": "layerwise"})
+    if not lever.check(target).ok:
+        return None
+    live = lever.predict(target)["resident_bytes"]
+    before = component_bytes(target.pipe)
+    shrunk = sum(target.quantized_bytes.get(name, before[name]) for name in target.spec.denoisers if name in before)
+    return round(int(str(live)) * shrunk / max(1, sum(before.get(name, 0) for name in target.spec.denoisers)))
+
+
+def _room(target: Target) -> tuple[float, str]:
+    """GiB that may be used of the machine's memory, and that in words."""
+    memory = target.hardware.memory_gib or 0.0
+    return (1 - SPARE) * memory, f"{memory:g} GiB less {SPARE:.0%}"
+
+
+def _in_strips(
+    target: Target, budget: Budget, wishes: dict[str, object], need: Needs
+) -> tuple[dict[str, object], tuple[str, ...]]:
+    """The wishes with strips, where a decode alone does not fit and nobody wished for anything there; a note."""
+    limit, room = _room(target)
+    if need.decoding <= limit or "vae_tiling" in wishes or budget.fidelity == Fidelity.EXACT.value:
+        return wishes, ()
+    if not build("vae_tiling", "exact", {"vae_tiling": "exact"}).check(target).ok:
+        return wishes, ()
+    note = f"vae_tiling='exact': a whole decode needs {need.decoding:.1f} GiB of {room}"
+    return {**wishes, "vae_tiling": "exact"}, (note,)
+
+
+def _by_layer(target: Target, wishes: dict[str, object], need: Needs) -> tuple[dict[str, object], tuple[str, ...]]:
+    """The wishes with layers in place of stages, where only those fit; a note."""
+    limit, room = _room(target)
+    fits = need.by_layer is not None and need.by_layer <= limit
+    if wished(wishes, "offload") != "stage" or need.by_stage <= limit or not fits:
+        return wishes, ()
+    note = (
+        f"offload='layerwise', not 'stage': stages need {need.by_stage:.1f} GiB of {room}, layers {need.by_layer:.1f}"
+    )
+    return {**_without(wishes), "offload": "layerwise"}, (note,)
 
 
 def _quantized(target: Target, budget: Budget, wishes: dict[str, object]) -> dict[str, int]:
@@ -95,12 +140,17 @@ def _gib(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"
 
 
-def _not_needed(target: Target, budget: Budget, whole: float) -> str | None:
+def _not_needed(target: Target, budget: Budget, whole: float, need: Needs | None) -> str | None:
+    memory = target.hardware.memory_gib
+    if need is not None and memory is not None:
+        if need.resident > (1 - SPARE) * memory:
+            return None
+        return f"not needed: {_gib(need.resident)} GiB with all weights resident, which fit into {memory:g} GiB"
     if budget.memory_gib is not None:
         limit, room = budget.memory_gib, f"a budget of {budget.memory_gib:g} GiB"
-    elif target.hardware.memory_gib is not None:
-        limit = (1 - HEADROOM) * target.hardware.memory_gib
-        room = f"{target.hardware.memory_gib:g} GiB with {HEADROOM:.0%} of it left to compute in"
+    elif memory is not None:
+        limit = (1 - HEADROOM) * memory
+        room = f"{memory:g} GiB with {HEADROOM:.0%} of it left to compute in"
     else:
         return "no memory limit is known here: give budget=Budget(memory_gib=...), or ask for offload by name"
     return f"not needed: the weights take {_gib(whole)} GiB, which fit into {room}" if whole <= limit else None

@@ -27,8 +27,10 @@ def _frozen(value: object) -> object:
 class PlanItem:
     """One row: `status` is "enabled", "skipped" (nothing to act on) or "refused" (a clash); `reason` says why.
 
-    `params` are the values in force; `predicted` and `measured` carry their `origin` ("computed", "measured",
-    "published" or "unmeasured"); `predicted` is empty where the item is off, `measured` None before a run.
+    `params` are the values in force; `predicted` and `measured` carry their `origin` ("computed", "measured" or
+    "unmeasured"); `predicted` is empty where the item is off, `measured` None before a run. Its `gain` is the time of
+    a generation before over after, on top of the items above. `published` is what the preset quotes of others: `gain`,
+    `of` (what was timed), `what` (the pair) and `source`.
     """
 
     name: str
@@ -39,6 +41,7 @@ class PlanItem:
     params: Mapping[str, object] = field(default_factory=dict)
     predicted: Mapping[str, object] = field(default_factory=dict)
     measured: Mapping[str, object] | None = None
+    published: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -60,7 +63,7 @@ FORM = {
 }
 ITEM_FORM = {
     **dict.fromkeys(("name", "slot", "status", "reason", "fidelity"), toml.TEXT),
-    **dict.fromkeys(("params", "predicted", "measured"), toml.TABLE),
+    **dict.fromkeys(("params", "predicted", "measured", "published"), toml.TABLE),
 }
 
 
@@ -182,56 +185,29 @@ class Plan:
     # ---- tables ----------------------------------------------------------------------------------------
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Header and rows of the printed table."""
-        head = ("item", "state", "fidelity", "predicted", "measured", "why / setting")
-        rows: list[tuple[str, ...]] = [head]
-        rows += [
-            (
-                item.name,
-                item.status,
-                item.fidelity if item.status == "enabled" else "-",
-                _gain(item.predicted) if item.status == "enabled" else "-",
-                (_gain(item.measured) or "unmeasured") if item.status == "enabled" else "-",
-                _why(item),
-            )
-            for item in self.items
-        ]
-        return rows
+        """Header and rows of the printed table: item, state, fidelity, gain with its origin, why or setting."""
+        from . import table  # who prints no plan loads no table
 
-    def _title(self) -> str:
+        return table.rows(self.items)
+
+    @property
+    def title(self) -> str:
+        """What was planned, for what machine, by which preset."""
         level = "" if self.level is None else f", level {self.level}"
         return f"{self.pipeline} ({self.family}), {self.hardware}, preset {self.preset}{level}"
 
     def __str__(self) -> str:
-        rows = self.rows()
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+        from . import table
+
         model = f"{self.model}: " if self.model else ""
-        title = f"diffaccel plan: {model}{self._title()}"
-        lines = [title] + [
-            "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=False)) + "  " + row[-1]
-            for row in rows
-        ]
-        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+        return table.page(f"diffaccel plan: {model}{self.title}", self.rows(), self.notes)
 
     def _repr_html_(self) -> str:
         head, *rows = self.rows()
         cells = "".join(f"<th>{html.escape(c)}</th>" for c in head)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-        title = html.escape(self._title())
+        title = html.escape(self.title)
         return f"<table><caption>{title}</caption><tr>{cells}</tr>{body}</table>"
-
-
-def _why(item: PlanItem) -> str:
-    setting = ", ".join(f"{k}={v}" for k, v in item.params.items())
-    return "; ".join(part for part in (setting if item.status == "enabled" else "", item.reason) if part)
-
-
-def _gain(values: Mapping[str, object] | None) -> str:
-    if not values:
-        return ""
-    if set(values) == {"origin"}:
-        return str(values["origin"])
-    return ", ".join(f"{k} {v}" for k, v in values.items() if k != "origin") + f" ({values.get('origin', '?')})"
 
 
 def _known(cls: type[DataclassInstance], data: Mapping[str, object], what: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -24,7 +24,6 @@ from . import toml
 from .cache_budget import govern
 from .learn import LearnBlocks
 from .levers import PLACES, RULES, in_order
-from .offload_budget import limit_memory
 from .options import LEVEL, Budget, build, by_level, level_of, validate, wished
 from .plan import Plan, PlanItem
 from .presets import Preset, load
@@ -116,7 +115,10 @@ def gather(preset: str | Plan | Preset | None, overrides: Mapping[str, object]) 
     elif preset is None:
         base = Preset("none")
     elif isinstance(preset, Plan):
-        base = Preset(preset.preset, _wishes_of(preset), families=(preset.family,), level=preset.level)
+        published = {item.name: item.published for item in preset.items if item.published}
+        base = Preset(
+            preset.preset, _wishes_of(preset), families=(preset.family,), level=preset.level, published=published
+        )
     elif isinstance(preset, (str, os.PathLike)):
         base = load(os.fspath(preset))
     else:
@@ -204,7 +206,8 @@ def resolve(
     wishes, taken = settle(wishes, overrides)
     worst = min(Fidelity(budget.fidelity), Fidelity(base.fidelity or "lossy"), key=lambda f: f.rank)
     wishes, ungoverned = govern(budget, wishes, base.calibration, strict)
-    wishes, unneeded = limit_memory(target, budget, wishes, isinstance(preset, Plan) or "offload" in overrides)
+    fixed = isinstance(preset, Plan) or "offload" in overrides
+    wishes, unneeded, changed = _within_memory(target, budget, wishes, fixed)
     chosen = _choose(target, wishes, unneeded, worst, budget, known or {})
     for key in chosen.judged if strict else ():
         _require(chosen.judged[key])
@@ -212,7 +215,7 @@ def resolve(
     idle = () if led or wishes.get(LEVEL) is None else (_idle(wishes, chosen),)
     if strict and idle and overrides.get(LEVEL) is not None:
         raise InvalidOptionError(idle[0])
-    items = [*chosen.items, *ungoverned]
+    items = [_quoted(item, base.published) for item in (*chosen.items, *ungoverned)]
     plan = Plan(
         preset=base.name,
         pipeline=type(pipe).__name__,
@@ -220,7 +223,7 @@ def resolve(
         hardware=str(target.hardware),
         items=tuple(items),
         budget=budget,
-        notes=(*base.notes, *taken, *chosen.remarks, *idle),
+        notes=(*base.notes, *taken, *changed, *chosen.remarks, *idle),
         level=level_of(wishes) if led else None,
     )
     return Decision(plan, chosen.levers, target, wishes, chosen.judged)
@@ -260,6 +263,23 @@ def _choose(
     if any(item.status == "skipped" for item in items) and LearnBlocks().check(target).ok:
         levers.append(Placed(LAST, LearnBlocks()))
     return _Choice(tuple(items), tuple(levers), judged, _remarks(wishes, target))
+
+
+def _within_memory(
+    target: Target, budget: Budget, wishes: dict[str, object], fixed: bool
+) -> tuple[dict[str, object], PlanItem | None, tuple[str, ...]]:
+    """The wishes as memory has them, an offload that is not needed, and notes."""
+    if budget.memory_gib is None and not wished(wishes, "offload"):
+        return wishes, None, ()
+    from .offload_budget import limit_memory  # who offloads nothing loads nothing about it
+
+    return limit_memory(target, budget, wishes, fixed)
+
+
+def _quoted(item: PlanItem, published: Mapping[str, Mapping[str, object]]) -> PlanItem:
+    """The item with what its preset quotes of others."""
+    found = published.get(item.name) if item.status == "enabled" else None
+    return item if found is None else replace(item, published=found)
 
 
 def _led_by_level(wishes: Mapping[str, object], chosen: _Choice) -> list[str]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..core.report import RunReport
 from .plan import Plan, PlanItem
@@ -67,10 +67,12 @@ def _html(table: Sequence[Sequence[str]]) -> str:
 
 
 class Details:
-    """Everything a plan has of each item: parameters in force, what was predicted, what was measured."""
+    """Everything a plan has of each item: parameters in force, what was predicted, published, measured.
 
-    def __init__(self, plan: Plan, report: RunReport | None = None) -> None:
-        self.plan = plan
+    `costed` gives the plan with what the ledger computes, where that is asked for."""
+
+    def __init__(self, plan: Plan, report: RunReport | None = None, costed: Callable[[], Plan] | None = None) -> None:
+        self.plan, self._costed = plan, costed
         self.hit_rate = None if report is None else report.hit_rate
 
     def short(self) -> str:
@@ -86,11 +88,16 @@ class Details:
     def rows(self) -> list[tuple[str, str, str]]:
         """(item, what, value), one row per number."""
         found: list[tuple[str, str, str]] = []
-        for item in self.plan.items:
+        for item in (self._costed() if self._costed is not None else self.plan).items:
             found.append((item.name, "state", f"{item.status}, {item.slot}, {item.fidelity}"))
             found += [(item.name, "reason", item.reason)] if item.reason else []
             found += [(item.name, name, str(value)) for name, value in item.params.items()]
-            for kind, values in (("predicted", item.predicted), ("measured", item.measured or {})):
+            quoted = item.published or {}
+            for kind, values in (
+                ("predicted", item.predicted),
+                ("published", quoted),
+                ("measured", item.measured or {}),
+            ):
                 found += [(item.name, f"{kind} {name}", str(value)) for name, value in _numbers(values).items()]
         return found
 

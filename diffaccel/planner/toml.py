@@ -11,8 +11,13 @@ from ..core.options import short
 from ..errors import InvalidOptionError
 
 # Kinds of values, and what a refusal calls them.
-TEXT, LIST, TABLE = (str,), (list, tuple), (Mapping,)
-_WORDS: dict[tuple[type, ...], str] = {TEXT: "text", LIST: "a list", TABLE: "a table of names and values"}
+TEXT, LIST, TABLE, NUMBER = (str,), (list, tuple), (Mapping,), (int, float)
+_WORDS: dict[tuple[type, ...], str] = {
+    TEXT: "text",
+    LIST: "a list",
+    TABLE: "a table of names and values",
+    NUMBER: "a number",
+}
 
 
 def loads(text: str, origin: str) -> dict[str, object]:

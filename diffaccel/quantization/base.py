@@ -23,7 +23,7 @@ from .originals import Checkpoint, Originals
 from .others import HOLDERS, quantized_before
 from .policy import Policy, Selection, select, select_encoder
 from .swap import ON_META, Swapped, cast_in_graphs, foreign, held_of, on_meta, replaced_in_words, users
-from .weights import DYNAMIC, ScaledWeight, holds_scaled, tensor_bytes, weight_bytes
+from .weights import DYNAMIC, ScaledWeight, gib_of, holds_scaled, tensor_bytes, weight_bytes
 
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 _POLICY = [f.name for f in fields(Policy) if f.name not in ("convs", "multiple_of")]
@@ -190,8 +190,13 @@ class QuantizedWeights:
         return found
 
     def predict(self, target: Target) -> Mapping[str, Any]:
-        """Nothing is promised without a measurement."""
-        return {"origin": "unmeasured"}
+        """GiB of the weights once this is on, and in how many bits the products are."""
+        sizes = self.bytes_after(target)
+        recipe, encoders = self.recipe(target.hardware), [name for name in sizes if name in ENCODERS]
+        found: dict[str, Any] = {"denoiser_gib": gib_of(sizes[name] for name in sizes if name not in encoders)}
+        if encoders:
+            found["encoders_gib"] = gib_of(sizes[name] for name in encoders)
+        return {**found, "product_bits": 8 if recipe.scheme == DYNAMIC else 16, "origin": "computed"}
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Exchange the weights in place; all or nothing."""

@@ -7,7 +7,7 @@ A cast (`.to(torch.bfloat16)`) changes the dtype it presents and nothing inside,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -198,6 +198,11 @@ def weight_bytes(module: nn.Module) -> int:
     """Bytes of a model's parameters and buffers as they lie in memory."""
     found = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return sum(tensor_bytes(tensor) for tensor in found.values())
+
+
+def gib_of(sizes: Iterable[int]) -> float:
+    """Their sum in GiB, as a plan shows it."""
+    return round(sum(sizes) / 1024**3, 4)
 
 
 torch.serialization.add_safe_globals([_rebuild, ScaledWeight])

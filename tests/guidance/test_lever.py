@@ -71,7 +71,8 @@ def test_the_plan_says_what_it_does() -> None:
     item = plan(pipe, preset=None, guidance="reuse").items[0]
     assert (item.name, item.slot, item.status, item.fidelity) == ("guidance.reuse", "call", "enabled", "lossy")
     assert "one step of 2" in item.reason and "fewer than 9 steps" in item.reason
-    assert item.predicted == {"unconditional_skipped": 0.5, "denoiser_work_skipped": 0.25, "origin": "computed"}
+    found = {key: value for key, value in item.predicted.items() if key not in ("gain", "how")}
+    assert found == {"unconditional_skipped": 0.5, "denoiser_work_skipped": 0.25, "origin": "computed"}
     with pytest.raises(UnsupportedModelError, match="FluxFillPipeline takes no negative prompt"):
         accelerate(build_family("flux_fill"), preset=None, guidance="reuse", strict=True)
 

@@ -16,7 +16,7 @@ from diffaccel.planner.presets import bundled, load, parse
 from diffaccel.planner.presets.fitting import fit, machine
 from tests import tiny
 
-GPU = ("3060-flux", "4090-flux", "4090-wan", "h100-flux", "h100-wan")
+GPU = ("3060-flux", "4090-flux", "4090-wan", "5090-flux", "h100-flux", "h100-wan")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,8 @@ def test_presets_by_gpu(name: str, pipes: dict[str, Any]) -> None:
     assert {"cache", "attention"} <= set(preset.wishes) and preset.level == "balanced"
     by_name = plan(pipes[family], name, hardware=hardware)
     by_auto = plan(pipes[family], hardware=hardware)
-    assert by_auto.preset == f"auto ({name})" and by_auto.items == by_name.items and by_name.notes == ()
+    assert by_auto.preset == f"auto ({name})" and by_auto.items == by_name.items
+    assert all("computed" in note for note in by_name.notes)
     assert "cache.adaptive" in by_name.enabled and by_name.level == "balanced"
     assert all(item.reason for item in by_name.items if item.status != "enabled")
     with pytest.raises(UnsupportedModelError, match=rf"{family}.*sdxl"):
@@ -71,6 +72,7 @@ def test_a_preset_on_another_machine_says_so(pipes: dict[str, Any]) -> None:
         ("wan", "RTX 4090", "auto (4090-wan)"),
         ("wan", "h100", "auto (h100-wan)"),
         ("wan", "3060", "auto"),
+        ("flux", "5090", "auto (5090-flux)"),
         ("flux", "cpu", "auto"),
         ("sd3", "4090", "auto"),
         ("sdxl", "h100", "auto"),
@@ -80,6 +82,42 @@ def test_auto_picks_by_family_and_device(family: str, hardware: str, preset: str
     decided = plan(pipes[family], hardware=hardware)
     assert decided.preset == preset
     assert decided.items and all(item.reason for item in decided.items if item.status != "enabled")
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "hardware"),
+    [
+        ("qwen-image", "l40s-qwen", "l40s"),
+        ("hunyuanvideo", "a100-hunyuan", "a100"),
+        ("flux.1-dev", "8gb-flux", Hardware("RTX 3070", "cuda", 7.8, (8, 6))),
+        ("wan2.1-t2v-14b", "16gb-wan", Hardware("RTX 4080", "cuda", 16, (8, 9))),
+    ],
+)
+def test_auto_picks_by_what_a_preset_says_it_is_for(model: str, name: str, hardware: Any) -> None:
+    decided = plan(model, hardware=hardware)
+    assert decided.preset == f"auto ({name})" and "cache.adaptive" in decided.enabled
+    assert {item.status for item in decided.items} <= {"enabled", "skipped"} and "short" not in decided.notes[-1]
+    assert "Not run on a GPU by us" in " ".join(presets(name).replace("#", " ").split())
+
+
+def test_a_card_of_another_memory_gets_the_general_preset(pipes: dict[str, Any]) -> None:
+    assert plan(pipes["wan"], hardware=Hardware("RTX 4070", "cuda", 12, (8, 9))).preset == "auto"
+    assert plan(pipes["flux"], hardware=Hardware("M2", "mps", 8)).preset == "auto", "its memory is the host's"
+
+
+def test_the_cpu_preset_is_for_any_model(pipes: dict[str, Any]) -> None:
+    for family in ("sdxl", "wan"):
+        assert plan(pipes[family], "cpu").enabled == ("cache.adaptive",)
+
+
+def test_published_figures_have_a_source() -> None:
+    for name in bundled():
+        for item, row in load(name).published.items():
+            assert row["source"] and row["what"] and float(str(row["gain"])) > 1, (name, item)
+    with pytest.raises(InvalidOptionError, match="needs a gain and its source"):
+        parse("[published.compile]\ngain = 2", "mine")
+    with pytest.raises(InvalidOptionError, match=r"gain='2' must be a number"):
+        parse("[published.compile]\ngain = '2'\nsource = 'x'", "mine")
 
 
 def test_a_unet_and_an_unknown_model_get_reasons(pipes: dict[str, Any]) -> None:

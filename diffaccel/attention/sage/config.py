@@ -38,6 +38,9 @@ ON_CPU = (
 )
 
 
+EIGHT_BIT_VALUES = ("2", "3", "hub")  # variants whose products with the values are in 8 bits (3: in 4)
+
+
 @dataclass(frozen=True)
 class SageAttention:
     """Compute self-attention with queries and keys in 8 bits.
@@ -111,8 +114,10 @@ class SageAttention:
         return Verdict.yes(f"variant {', then '.join(backend.name for backend in fit)}{slow}")
 
     def predict(self, target: Target) -> Mapping[str, Any]:
-        """Nothing is promised without a measurement."""
-        return {"origin": "unmeasured"}
+        """In how many bits the kernel that comes first computes scores, and products with the values."""
+        name = self.chain(target)[0][0].name
+        bits = {"score_bits": 8, "value_bits": 8 if name in EIGHT_BIT_VALUES else 16}
+        return {**(bits if name != "reference" else {"score_bits": 16, "value_bits": 16}), "origin": "computed"}
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Intercept the attention of every denoiser."""

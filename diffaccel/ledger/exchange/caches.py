@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .account import Account
-from .adaptive import expected
+from .adaptive import LEAST, expected
 from .formulas import interval_steps
 from .outcome import number
 
@@ -24,6 +24,11 @@ def _reused(predicted: Params) -> float:
 def adaptive(account: Account, params: Params, predicted: Params) -> Counted:
     """Expected from the trained testbeds."""
     most = number(params.get("max_steps"))
+    seconds = number(params.get("max_seconds"))
+    if seconds is not None and account.unit == "s":  # from the call to the last step
+        step = account.branches * max(account.compute, account.transfer)
+        fits = max(LEAST, (seconds - account.encode - account.moved) // step)
+        most = fits if most is None else min(fits, most)
     found = expected(account.steps, number(params.get("tolerance")), account.branches > 1)
     computed, low, high = (min(value, most or account.steps) for value in found)
     world = "guided testbeds" if account.branches > 1 else "testbeds"

@@ -30,10 +30,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the book is: of which generation, on which machine."""
+    """Where the book is: of which generation, on which machine, and what else is on."""
 
     ledger: Ledger
     machine: Hardware | None
+    names: frozenset[str] = frozenset()
 
 
 Rule = Callable[[Account, Item, Place], Outcome]
@@ -68,9 +69,11 @@ def plain_attention(account: Account, item: Item, at: Place) -> Outcome:
 def eight_bit_attention(account: Account, item: Item, at: Place) -> Outcome:
     """Scores with 8-bit integers; products with the values in FP8 where the GPU has it."""
     int8 = ratio(at.machine, "int8_tops")
-    if int8 is None or at.machine is None or item.params.get("variant") == "reference":
-        return unknown_effect(account, "no 8-bit peak is known for this machine")
-    fp8 = ratio(at.machine, "fp8_tflops") if (at.machine.capability or (0, 0)) >= FP8_UNITS else None
+    scores, values = (number(item.predicted.get(key)) or 8 for key in ("score_bits", "value_bits"))
+    if int8 is None or at.machine is None or scores > 8:
+        return unknown_effect(account, "no 8-bit units are used, or none are known for this machine")
+    units = values <= 8 and (at.machine.capability or (0, 0)) >= FP8_UNITS
+    fp8 = ratio(at.machine, "fp8_tflops") if units else None
     part = attention_8bit(int8, fp8)
     how = f"attention {1 / part:.2f}x, {account.attention / account.compute:.0%} of a forward"
     return Outcome(forward_times(account, attention=part), how)
@@ -112,6 +115,8 @@ def quantized(account: Account, item: Item, at: Place) -> Outcome:
     peak = _peak_of(kind, item, at.machine)
     if peak is None:
         return Outcome(account, "fewer bytes; products stay in 16 bits")
+    if kind == "int8" and "compile" not in at.names:
+        return Outcome(account, "fewer bytes; run eagerly, quantizing costs what products in 8 bits save")
     part = min(1.0, quantized_linear(peak))
     how = f"linear layers {1 / part:.2f}x, {account.linear / account.compute:.0%} of a forward"
     return Outcome(forward_times(account, linear=part), how)
@@ -120,6 +125,8 @@ def quantized(account: Account, item: Item, at: Place) -> Outcome:
 def _peak_of(kind: str, item: Item, machine: Hardware | None) -> float | None:
     """Peak of the products over that of bf16; None where they stay in 16 bits."""
     capability = (machine.capability if machine is not None else None) or (0, 0)
+    if item.predicted.get("product_bits") == 16:
+        return None
     if kind == "svdquant":
         if item.params.get("precision", "int4") == "nvfp4":
             return ratio(machine, "fp4_tflops")

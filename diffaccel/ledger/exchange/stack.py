@@ -98,10 +98,11 @@ def stacked(ledger: Ledger, plan: PlanLike | Iterable[str], hardware: str | Hard
     machine = machine_of(ledger, hardware)
     if machine is not None and (ledger.seconds is None or ledger.seconds.hardware != machine.name):
         ledger = replace(ledger, seconds=predict(ledger, machine))
-    at = Place(ledger, machine)
+    items = items_of(plan)
+    at = Place(ledger, machine, frozenset(item.name for item in items))
     first = account = opened(ledger)
     rows = []
-    for item in items_of(plan):
+    for item in items:
         outcome = rule_of(item.name)(account, item, at)
         before, after = account.total, outcome.account.total
         gain = before / after if outcome.known else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import TypedDict, cast
@@ -19,10 +20,12 @@ FORM = {
     "description": toml.TEXT,
     "families": toml.LIST,
     "hardware": toml.TEXT,
+    "memory_gib": toml.NUMBER,
     "fidelity": toml.TEXT,
     "level": toml.TEXT,
     "wishes": toml.TABLE,
     "on": toml.TABLE,
+    "published": toml.TABLE,
     # What `diffaccel tune` measured: the schedule, fewer steps where those beat it, its rivals, tolerances.
     "measured": toml.TABLE,
     "instead": toml.TABLE,
@@ -32,7 +35,10 @@ FORM = {
     "schedules": toml.LIST,
 }
 DEVICES = tuple(KINDS)
+NEAR_GIB = 1.0  # memory that counts as the same: cards report a little less than is printed on them
 ON_FORM = {"why": toml.TEXT, "wishes": toml.TABLE}
+# Of others, by plan item: what was timed ("a forward"; the generation unless said), the pair, and where it stands.
+PUBLISHED_FORM = {"gain": toml.NUMBER, "of": toml.TEXT, "what": toml.TEXT, "source": toml.TEXT}
 
 
 class OnDevice(TypedDict, total=False):
@@ -48,10 +54,12 @@ class PresetTable(TypedDict, total=False):
     description: str
     families: Sequence[str]
     hardware: str
+    memory_gib: float
     fidelity: str
     level: str
     wishes: Mapping[str, object]
     on: Mapping[str, OnDevice]
+    published: Mapping[str, Mapping[str, object]]
     measured: Mapping[str, object]
     instead: Mapping[str, object]
     rivals: Mapping[str, object]
@@ -64,9 +72,11 @@ class PresetTable(TypedDict, total=False):
 class Preset:
     """Wishes and where they apply.
 
-    `families` of None means any; `hardware` is the machine it was made for (on another one, a note says so);
+    `families` of None means any; `hardware` is the machine it was made for (on another one, a note says so), or
+    `memory_gib` that of the cards it was made for;
     `fidelity` caps what may be enabled; `level` is that of the dial unless the user turns it; `on` changes wishes on
-    one kind of device ("cpu", "cuda", ...), each with a reason; `notes` go into the plan. Of a tuned preset,
+    one kind of device ("cpu", "cuda", ...), each with a reason; `notes` go into the plan. `published` are gains that
+    others report, by plan item, with their source. Of a tuned preset,
     `measured` are its figures, `calibration` what tolerances of the adaptive cache came to, `schedules` the best
     known steps for every number of computed ones.
     """
@@ -76,10 +86,12 @@ class Preset:
     description: str = ""
     families: tuple[str, ...] | None = None
     hardware: str | None = None
+    memory_gib: float | None = None
     fidelity: str | None = None
     level: str | None = None
     on: Mapping[str, OnDevice] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    published: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     measured: Mapping[str, object] = field(default_factory=dict)
     calibration: Mapping[str, object] = field(default_factory=dict)
     schedules: tuple[Mapping[str, object], ...] = ()
@@ -89,6 +101,21 @@ def bundled() -> list[str]:
     """Names of the presets of this package, sorted."""
     files = resources.files(__name__).iterdir()
     return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+
+
+@cache
+def _made_for() -> tuple[Preset, ...]:
+    """The presets of this package that name families, and a machine or a memory."""
+    found = map(load, bundled())
+    return tuple(row for row in found if row.families and (row.hardware or row.memory_gib))
+
+
+def made_for(family: str, machine: str | None, memory_gib: float | None) -> Preset | None:
+    """The preset of this package for the family on this machine, else for cards of about this memory."""
+    rows = [row for row in _made_for() if family in (row.families or ())]
+    by_name = (row for row in rows if machine is not None and row.hardware == machine)
+    by_memory = (row for row in rows if memory_gib and row.memory_gib and abs(row.memory_gib - memory_gib) <= NEAR_GIB)
+    return next(by_name, None) or next(by_memory, None)
 
 
 def names() -> list[str]:
@@ -134,6 +161,12 @@ def parse(source: str, name: str) -> Preset:
     for device, table in on.items():
         _known(name, table, tuple(ON_FORM))
         toml.require_kinds(f"preset {name!r}: on.{device}", table, ON_FORM)
+    published = data.get("published", {})
+    for item, row in published.items():
+        _known(name, row, tuple(PUBLISHED_FORM))
+        toml.require_kinds(f"preset {name!r}: published.{item}", row, PUBLISHED_FORM)
+        if "gain" not in row or "source" not in row:
+            raise InvalidOptionError(f"preset {name!r}: published.{item} needs a gain and its source")
     families, fidelity = data.get("families"), data.get("fidelity")
     if families is not None and not all(isinstance(family, str) for family in families):
         raise InvalidOptionError(f"preset {name!r}: families={short(families)} must hold names of families")
@@ -149,10 +182,12 @@ def parse(source: str, name: str) -> Preset:
         description=data.get("description", ""),
         families=tuple(families) if families is not None else None,
         hardware=data.get("hardware"),
+        memory_gib=data.get("memory_gib"),
         fidelity=fidelity,
         level=data.get("level"),
         on=on,
         notes=_tuned(data),
+        published=published,
         measured=data.get("measured", {}),
         calibration=data.get("calibration", {}),
         schedules=tuple(data.get("schedules", ())),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...errors import InvalidOptionError
 from ...ledger.hardware import HARDWARE, Hardware
 from ..levers import PLACES
-from . import Preset, known, load
+from . import Preset, known, load, made_for
 
 AUTO = "auto"
 VARIANTS = frozenset({"ti", "super", "laptop", "mobile", "max-q", "d"})  # other chips under the same number
@@ -36,8 +36,8 @@ def fit(preset: Preset, asked: object, family: str, hardware: Hardware, override
     """The preset for this family and machine.
 
     `asked` is what the user named, `overrides` the keys the user sets anyway. For "auto", a preset
-    `{machine}-{family}` takes the place of the general one where there is one (the plan then says
-    "auto (4090-flux)"); a broken one of a third party is passed over with a note.
+    `{machine}-{family}`, one that names both, or one for cards of that memory takes the place of the general one where
+    there is one (the plan then says "auto (4090-flux)"); a broken one of a third party is passed over with a note.
     """
     if asked == AUTO:
         preset = _specific(preset, family, hardware)
@@ -49,7 +49,9 @@ def fit(preset: Preset, asked: object, family: str, hardware: Hardware, override
 def _specific(general: Preset, family: str, hardware: Hardware) -> Preset:
     name = f"{machine(hardware)}-{family}"
     if not known(name):
-        return general
+        memory = hardware.memory_gib if hardware.may.own_memory else None
+        found = made_for(family, machine(hardware), memory)
+        return general if found is None else replace(found, name=f"{AUTO} ({found.name})")
     try:
         special = load(name)
     except InvalidOptionError as error:

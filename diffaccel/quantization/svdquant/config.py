@@ -22,8 +22,8 @@ from ..others import HOLDERS, denoisers, quantized_before
 from ..plain_loads import refuse_plain_loads
 from ..policy import Policy
 from ..swap import ON_META, held_of, replaced_in_words, taken_away, users
-from ..weights import tensor_bytes, weight_bytes
-from .backends import AUTO, BACKENDS, Chosen, choose
+from ..weights import gib_of, tensor_bytes, weight_bytes
+from .backends import AUTO, BACKENDS, NUNCHAKU, Chosen, choose
 from .calibration import DEFAULT_MAX_BYTES
 from .checkpoint import Checkpoint
 from .formats import PRECISIONS
@@ -185,8 +185,11 @@ class SvdQuant:
         return found
 
     def predict(self, target: Target) -> Mapping[str, Any]:
-        """Nothing is promised without a measurement."""
-        return {"origin": "unmeasured"}
+        """GiB of the denoisers' weights once this is on, and in how many bits the products are."""
+        chosen = choose(self.backend, self.precision, target.hardware, _dtype(target))
+        fast = not isinstance(chosen, str) and chosen.backend == NUNCHAKU
+        sizes = self.bytes_after(target)
+        return {"denoiser_gib": gib_of(sizes.values()), "product_bits": 4 if fast else 16, "origin": "computed"}
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Quantize, or read the checkpoint, and exchange the layers in place; all or nothing."""
