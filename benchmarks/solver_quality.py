@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,10 @@ def prepared(pipe: Any, method: str, tolerance: float | None = None) -> Any:
         return accelerate(pipe, None, strict=True, solver="abm", **OURS[method] | more)
     kinds = {"unipc": "UniPCMultistepScheduler", "dpm++": "DPMSolverMultistepScheduler"}
     if method in kinds:
-        flow = FLOW | {"flow_shift": config.get("shift", 1.0)}
+        shift = float(config.get("shift", 1.0))
+        flow = FLOW | {"flow_shift": shift}
+        if type(pipe).__name__ == "FluxPipeline":  # it tells its scheduler an exponent, and DPM++ takes one only so
+            flow |= {"use_dynamic_shifting": True, "base_shift": math.log(shift), "max_shift": math.log(shift)}
         pipe.scheduler = getattr(diffusers, kinds[method]).from_config(config, **flow)
     return pipe
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.options import GOT, Check, above, is_number, one_of, plain, refuse, short, take
 from ..core.run import Run
 from ..core.state import PerRun
+from ..core.wrappers import shard_group
 from ..errors import InvalidOptionError, nearest
 from .adams import Adams
 from .arrays import Arrays
@@ -101,8 +102,10 @@ class AbmSolver:
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Stand around the steps of each run; with levels that may end early, around the denoisers' calls too."""
-        rules = self.rules()
-        rest = Rest(self.name)
+        rules, rest = self.rules(), Rest(self.name)
+        if rules.control is not None and site.roots:
+            main = getattr(target.pipe, next(iter(site.roots)))
+            rules = replace(rules, process_group=shard_group(main))
         stops = [root.add(rest, site.rank) for root in site.roots.values()] if rules.control is not None else []
 
         def begin_run(run: Run) -> None:

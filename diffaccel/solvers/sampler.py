@@ -34,11 +34,13 @@ class Rules:
         adams: order and corrector.
         levels: the user's own noise levels, for `set_timesteps` to be overwritten with; None: the scheduler's.
         control: chooses the levels as the run goes; None: they stay.
+        process_group: members that must choose alike, as they gather one model's shards; None: this one alone.
     """
 
     adams: Adams
     levels: tuple[float, ...] | None = None
     control: Control | None = None
+    process_group: Any = None
 
 
 class Stand(NamedTuple):
@@ -169,8 +171,11 @@ class Solver(Sampler):
             )
             return stand
         arrays = Arrays(run.scheduler)
-        worst = torch.nan_to_num(found, nan=1.0).amax(1).tolist()  # the one wait for the device
-        pace, levels = control.choose(stand.pace, ode, index, worst, arrays.nearest)
+        worst = torch.nan_to_num(found, nan=1.0).amax(1)
+        if self.rules.process_group is not None and len(worst):
+            torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX, group=self.rules.process_group)
+        seen = worst.tolist()  # the one wait for the device
+        pace, levels = control.choose(stand.pace, ode, index, seen, arrays.nearest)
         arrays.write(levels, run.begin + index + 1)
         at = (*ode.at[: index + 1], *levels)
         ended = next((i for i in range(index + 1, len(at) - 1) if at[i] == at[-1]), None)
