@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffaccel.caching.engine import CacheRecipe, Scope
 from diffaccel.caching.gates.adacache import RatesGate
@@ -26,8 +28,13 @@ from diffaccel.caching.policy import Policy
 from diffaccel.caching.scopes.denoiser import Denoiser
 from diffaccel.caching.scopes.stack import Stack
 from diffaccel.caching.steering import Controller, StepRules
+from diffaccel.core.clock import schedule_of
 from diffaccel.extrapolation.forecast import Sample
 from diffaccel.extrapolation.step_control import Levels, StepControl
+from diffaccel.solvers.adams import Adams
+from diffaccel.solvers.control import Control
+from diffaccel.solvers.levels import ode_of
+from diffaccel.solvers.sampler import Rules, Solver, Stand
 from tests.caching.scripted import Driven, Scripted, drive, halves
 
 STEPS = 10
@@ -83,14 +90,33 @@ def steered(rank: int, group: Any) -> list[bool]:
     return marks
 
 
+def levels(rank: int, group: Any) -> list[float]:
+    """The noise levels that a solver chooses on this member's misses, until it comes to the end."""
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(3 * STEPS)
+    solver = Solver("solver", Rules(Adams(), control=Control(0.1), process_group=group))
+    stand = Stand(0, ode_of(scheduler, *schedule_of(scheduler)))
+    for index in range(3 * STEPS):
+        run: Any = SimpleNamespace(scheduler=scheduler, step=index, begin=0, copies=0)
+        bends = 0.02 + 0.2 * ((index % 4 == 0) if rank else (index % 3 == 0))
+        found = torch.tensor([[bends]] * min(index, 3)).reshape(-1, 1)
+        assert stand.ode is not None
+        stand = solver._choose(run, stand, stand.ode, found)
+        if stand.ended == index + 1 or (stand.ode is not None and stand.ode.at[index + 1] == 0):
+            break
+    assert stand.ode is not None
+    return list(stand.ode.at)
+
+
 def main(rank: int, world: int, store: str) -> None:
     """Alone, then together."""
     alone = {name: run(name, rank, None).hits for name in RECIPES} | {"adaptive": steered(rank, None)}
+    alone_levels = levels(rank, None)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=240)
     )
     together = {name: run(name, rank, dist.group.WORLD) for name in RECIPES}
-    together_steered = steered(rank, dist.group.WORLD)
+    together_steered, together_levels = steered(rank, dist.group.WORLD), levels(rank, dist.group.WORLD)
     dist.destroy_process_group()
     print(
         json.dumps(
@@ -98,6 +124,7 @@ def main(rank: int, world: int, store: str) -> None:
                 "alone": alone,
                 "together": {name: done.hits for name, done in together.items()} | {"adaptive": together_steered},
                 "gates": {name: done.gates for name, done in together.items()},
+                "levels": {"alone": alone_levels, "together": together_levels},
             }
         )
     )

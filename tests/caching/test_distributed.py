@@ -67,6 +67,14 @@ def test_the_larger_distance_rules(members: list[dict[str, Any]]) -> None:
     assert marks == {"first": "CC..CC..CC", "second": "C..C..C..C", "both": "CC.C.C..CC"}
 
 
+def test_a_solver_meets_the_same_levels(members: list[dict[str, Any]]) -> None:
+    """Where one model's shards are gathered, all members must call it equally often."""
+    first, second = (member["levels"] for member in members)
+    assert first["alone"] != second["alone"], "the negative control"
+    assert first["together"] == second["together"]
+    assert len(set(first["together"])) >= max(len(set(row["alone"])) for row in (first, second))
+
+
 def test_the_group_reaches_the_engine() -> None:
     group = object()
     cache = METHODS["custom"](gate=ProbeGate(0.1), process_group=group)  # type: ignore[call-arg]
