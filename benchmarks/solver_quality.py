@@ -52,7 +52,7 @@ def prepared(pipe: Any, method: str, tolerance: float | None = None) -> Any:
         flow = FLOW | {"flow_shift": shift}
         if type(pipe).__name__ == "FluxPipeline":  # it tells its scheduler an exponent, and DPM++ takes one only so
             flow |= {"use_dynamic_shifting": True, "base_shift": math.log(shift), "max_shift": math.log(shift)}
-        pipe.scheduler = getattr(diffusers, kinds[method]).from_config(config, **flow)
+        pipe.scheduler = getattr(diffusers, kinds[method]).from_config(config | flow)
     return pipe
 
 
