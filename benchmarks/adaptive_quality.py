@@ -91,7 +91,7 @@ def settings(kind: str) -> Iterator[Setting]:
     for count in EVALUATIONS:
         yield Setting("euler", f"euler-{count}", _solver("euler"), count, group="baseline")
         yield Setting("unipc", f"unipc-{count}", _solver("unipc"), count, group="baseline")
-    for tolerance in (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256):
+    for tolerance in (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.6, 2.0):
         options = {"cache": "adaptive", "cache_tolerance": tolerance}
         yield Setting("adaptive", f"adaptive-{tolerance:g}", _ours(**options), singly=True, group="ours")
     for order in (1, 2):
