@@ -18,9 +18,9 @@ from .hindsight import FLOOR, Gram, Guess, guesses, missed
 
 DEPTH = 4  # computed outputs that are kept: enough for forecasts and interpolations of order 3
 GROWTH = 2  # a gap is at most so many times as long as the one before it: one lucky estimate opens no abyss
-AHEAD, LEAST = 3, 0.1  # see `StepControl.thrifty`
+AHEAD, LEAST, MOST = 3, 0.1, 3.0  # see `StepControl.thrifty`
 SHARE = 0.28  # of a loop's steps, the longest gap unless told
-KEPT_SHARE = 0.5  # where a promise about the picture steers instead
+KEPT_SHARE, KEPT_GROWTH = 0.5, 3  # where a promise about the picture steers instead
 TORN = 0.7  # where a gap's forecast missed by more, what came of it is no ground for a correction
 TAIL = 0.5  # of the tolerance: what the forecasts up to a loop's end may cost, which nothing corrects
 
@@ -134,8 +134,8 @@ class StepControl:
     def room(self, index: int, levels: Levels, before: int, left: int | None) -> int:
         """The longest gap allowed after one of `before` steps, with `left` computed steps to go (None: any number)."""
         count = len(levels.cost)
-        share = KEPT_SHARE if self.kept else SHARE
-        most = min(self.max_gap or max(2, round(share * count)), GROWTH * before)
+        share, growth = (KEPT_SHARE, KEPT_GROWTH) if self.kept else (SHARE, GROWTH)
+        most = min(self.max_gap or max(2, round(share * count)), growth * before)
         return most if left is None else max(most, math.ceil((count - 1 - index) / max(left, 1)))
 
     def fitted(self, index: int, levels: Levels, guesses: Sequence[Guess], before: int, left: int) -> StepControl:
@@ -202,11 +202,13 @@ class StepControl:
         return bool(found) and missed(found, track.shares if self.order is None else ()) > TORN
 
     def thrifty(self, paid: float, gaps: int) -> StepControl:
-        """These rules with the tolerance lowered where the gaps so far cost more than it allows, if it is `kept`.
+        """These rules, if the tolerance is `kept`, with one that makes up for what the gaps so far really cost.
 
-        So that the root mean square over these and `AHEAD` more comes out at the tolerance again.
+        So that the root mean square over these and `AHEAD` more comes out at the tolerance again: lower where they
+        cost more than foreseen, and higher where they cost less.
         """
-        if not self.kept or gaps == 0 or paid <= gaps * self.tolerance**2:
+        if not self.kept or gaps == 0:
             return self
         rest = ((gaps + AHEAD) * self.tolerance**2 - paid) / AHEAD
-        return replace(self, tolerance=max(math.sqrt(max(rest, 0.0)), LEAST * self.tolerance))
+        tolerance = min(max(math.sqrt(max(rest, 0.0)), LEAST * self.tolerance), MOST * self.tolerance)
+        return replace(self, tolerance=tolerance)
