@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..api import attach, restore
+from ..core.modular import is_modular
 from ..errors import IncompatibleError, InvalidOptionError, nearest
 from ..handle import handle_of
 from ..ledger.hardware import Hardware
@@ -69,13 +70,17 @@ def check(
 
     Raises:
         InvalidOptionError: not a pipeline, or an argument that its call does not take.
-        IncompatibleError: levers are to be tried on a pipeline that is accelerated.
+        IncompatibleError: levers are to be tried on a pipeline that is accelerated, or it is a modular one.
     """
     surroundings = environment(hardware)
     found = [Finding(fault, "this machine", evidence) for fault, evidence in surroundings.problems]
     if pipe is None:
         return Diagnosis(surroundings, findings=tuple(found))
     require_pipeline(pipe)
+    if is_modular(pipe):
+        raise IncompatibleError(
+            f"doctor: {type(pipe).__name__} is modular: its calls are not known; check() alone works"
+        )
     call, tries = _call(pipe, call), chosen(levers)
     if tries and handle_of(pipe) is not None:
         raise IncompatibleError("levers=: each is tried alone: restore(pipe) first, or leave levers out")

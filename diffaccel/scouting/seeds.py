@@ -305,8 +305,10 @@ def _collect(value: Any, sizes: dict[int, int], seen: set[int]) -> None:
     elif is_dataclass(value) and not isinstance(value, type):
         for row in fields(value):
             _collect(getattr(value, row.name), sizes, seen)
-    elif type(value).__module__.startswith("diffaccel.") and hasattr(value, "__dict__"):
-        _collect(vars(value), sizes, seen)
+    elif type(value).__module__.startswith("diffaccel."):  # a lever's state of a run
+        names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+        for name in {*names, *getattr(value, "__dict__", {})}:
+            _collect(getattr(value, name, None), sizes, seen)
 
 
 def _alike(one: Snapshot, other: Snapshot) -> bool:

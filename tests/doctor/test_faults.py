@@ -15,6 +15,7 @@ from diffaccel.errors import IncompatibleError, InvalidOptionError
 from tests import tiny
 from tests.fingerprint import differences, snapshot_pipe
 from tests.models.families import table
+from tests.modular import pipelines
 
 from . import injected
 
@@ -132,6 +133,8 @@ def test_bad_input_is_refused_before_anything_is_run() -> None:
         assert len(str(refused.value)) <= 300
     with pytest.raises(InvalidOptionError, match="must be a diffusers pipeline"):
         doctor.check(object())
+    with pytest.raises(IncompatibleError, match="modular"):
+        doctor.check(pipelines.build("flux"))
 
 
 def test_strips_of_a_vae_whose_inner_decode_returns_the_bare_tensor() -> None:
