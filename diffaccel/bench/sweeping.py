@@ -18,7 +18,6 @@ from .hits import computed_steps
 from .request import LEVEL, Request, Score, request
 
 FEWER = 6  # numbers of steps of each rival, at most
-STEPS = "steps"
 _FAULTS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
@@ -64,7 +63,8 @@ def sweep(
     }  # fmt: skip
     probe = request(pipe, ours, prompts, **asked)  # everything is checked before anything runs
     counts = _counts(pipe, probe, whole := steps_of(pipe, call))
-    rivals = {} if parameter == STEPS else _rivals(pipe, counts, whole)
+    fewer_is_all = not any(one.accelerated for one in probe.contenders)  # the sweep is of steps themselves
+    rivals = {} if fewer_is_all else _rivals(pipe, counts, whole)
     result = run(pipe, request(pipe, {**ours, **rivals}, prompts, **asked))
     series: dict[str, tuple[str, Any]] = {f"{parameter}={value}": (parameter, value) for value in values}
     series |= {name: (name.partition(",")[0], wish["steps"]) for name, wish in rivals.items()}
@@ -81,10 +81,8 @@ def steps_of(pipe: Any, call: Mapping[str, Any]) -> int:
 def _with(base: object, parameter: str, value: Any) -> dict[str, Any]:
     """The wish with one thing set."""
     one = contenders([base])[-1]  # behind the plain pipeline, or that itself
-    wish: dict[str, Any] = {**one.overrides, parameter: value}
-    if one.preset is not None:
-        wish["preset"] = one.preset
-    return wish
+    known = {"preset": one.preset, "steps": one.steps}
+    return {**one.overrides, **{name: what for name, what in known.items() if what is not None}, parameter: value}
 
 
 def _counts(pipe: Any, probe: Request, whole: int) -> list[int]:

@@ -41,6 +41,7 @@ def test_a_batch_is_the_same_up_to_rounding() -> None:
     assert found.equal or (found.largest < 1e-4 and found.site is not None)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_part_in_a_block_of_the_first_step_or_not_at_all() -> None:
     """With a backend that changes nothing they are bit-equal; what cannot be compiled is not run, with the reason."""
     (found,) = determinism(

@@ -51,6 +51,16 @@ def test_another_scheduler_competes_by_itself_and_as_euler() -> None:
     assert pipe.scheduler is scheduler and not found.refused
 
 
+def test_steps_by_themselves_and_under_a_plan() -> None:
+    clock, pipe = itertools.count(0.0, 0.5).__next__, tiny.build("flux")
+    alone = sweep(pipe, "steps", [2, 4], ["red ring"], rounds=1, floor=0, clock=clock, **CALL)
+    assert {point.name: point.computed_steps for point in alone.points} == {"steps=2": 2, "steps=4": 4}
+    under = sweep(pipe, "steps", [4, 6], ["red ring"], base=BASE, rounds=1, floor=0, clock=clock, **CALL)
+    assert {point.name: point.computed_steps for point in under.points if point.series != "abm solver"} == {
+        "steps=4": 3, "steps=6": 4, "Euler,steps=3": 3, "Euler,steps=4": 4,
+    }  # fmt: skip
+
+
 def test_files_hold_every_point(curve: Curve, tmp_path: Path) -> None:
     files = curve.save(tmp_path)
     rows = list(csv.DictReader(io.StringIO(Path(files["csv"]).read_text())))
