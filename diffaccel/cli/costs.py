@@ -11,6 +11,7 @@ from ..ledger.exchange.stack_text import amount
 from ..ledger.hardware import Hardware, named
 from ..ledger.models import resolve
 from ..planner.plan import Plan
+from ..planner.pricing import with_gains
 
 
 def with_costs(plan: Plan, model: str | Path, size: tuple[int, ...], steps: int | None, hardware: str | None) -> Plan:
@@ -29,6 +30,7 @@ def with_costs(plan: Plan, model: str | Path, size: tuple[int, ...], steps: int 
     before, after = (amount(account.total, stack.unit) for account in (stack.first, stack.last))
     spread = f", 80 % within a factor of {stack.spread:.2f}" if stack.unit == "s" else ""
     time = f"{shape}, {asked.steps} steps: {before} with nothing on, {after} with this plan (computed{spread})"
+    plan = with_gains(plan, stack)  # in place of those of the model's usual size
     return replace(plan, notes=(*plan.notes, time, _memory(stack.first.need_gib, stack.last.need_gib, machine)))
 
 

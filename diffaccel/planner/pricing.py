@@ -23,6 +23,8 @@ from .remedies import remedies
 if TYPE_CHECKING:
     from ..core.accelerator import Target
 
+OURS = ("computed for ", "memory, computed: ")  # how notes of the whole begin
+
 
 def priced(plan: Plan, target: Target, model: Model | None = None, asked: Mapping[str, int] | None = None) -> Plan:
     """The plan with `gain` (and `how`) in each item whose exchange is known, and notes about the whole.
@@ -38,10 +40,15 @@ def priced(plan: Plan, target: Target, model: Model | None = None, asked: Mappin
     except DiffaccelError:
         return plan
     stack = ledger.apply(plan, target.hardware)
+    notes = (*_whole(ledger, stack), *_memory(plan, ledger, stack, target), *_too_slow(plan, ledger, stack, target))
+    return replace(with_gains(plan, stack), notes=(*plan.notes, *notes))
+
+
+def with_gains(plan: Plan, stack: Stack) -> Plan:
+    """The plan with each item's gain in this stack, and without notes of ours about another one."""
     rows = {row.name: row for row in stack.rows}
     items = tuple(_with_gain(item, rows.get(item.name)) for item in plan.items)
-    notes = (*_whole(ledger, stack), *_memory(plan, ledger, stack, target), *_too_slow(plan, ledger, stack, target))
-    return replace(plan, items=items, notes=(*plan.notes, *notes))
+    return replace(plan, items=items, notes=tuple(note for note in plan.notes if not note.startswith(OURS)))
 
 
 def _with_gain(item: PlanItem, row: Row | None) -> PlanItem:

@@ -75,6 +75,9 @@ def test_a_size_says_what_it_costs(capsys):
     assert stack.last.total < stack.first.total and book.seconds.total == pytest.approx(stack.first.total)
     assert f"{stack.first.need_gib:.1f} GiB with nothing on, {stack.last.need_gib:.1f} GiB with this plan" in memory
     assert memory.endswith("fits for the 24 of 4090")
+    gains = {row.name: round(row.gain, 3) for row in stack.rows}
+    assert {item.name: item.predicted["gain"] for item in decided.items if item.status == "enabled"} == gains
+    assert not any("1024x1024" in note for note in decided.notes), "no costs of another size"
     assert main([*words, "--size", "768x512", "--toml"]) == 0
     assert Plan.from_toml(capsys.readouterr().out).notes[-2].startswith("768x512, 28 steps: ")
 
