@@ -39,8 +39,8 @@ to the last attribute. Caches that look at blocks act by a card, or once the blo
 """
 
 NO_LOOP = """
-The loop of `EchoModularPipeline` steps no scheduler: not run. FLUX.1 Kontext, Qwen-Image edits and image-to-video
-forms were given latents instead of pictures.
+The loop of `EchoModularPipeline` steps no scheduler: caches stand down there and say so, and a schedule of steps is
+refused by name. FLUX.1 Kontext, Qwen-Image edits and image-to-video forms were given latents instead of pictures.
 """
 
 NAMED = """\

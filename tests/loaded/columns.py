@@ -64,7 +64,7 @@ def _compiled(pipe: Any, plain: torch.Tensor, seen: torch.Tensor) -> bool:
 
 
 def _decoded(pipe: Any, plain: torch.Tensor, seen: torch.Tensor) -> bool:
-    return _near(plain, seen)
+    return _stats(pipe, "vae.tiling").get("exact", 0) > 0 and _near(plain, seen)
 
 
 def _moved(item: str, key: str) -> Callable[[Any, torch.Tensor, torch.Tensor], bool]:

@@ -257,6 +257,20 @@ def ltx2_call() -> dict[str, Any]:
     return call
 
 
+def echo() -> dict[str, Any]:
+    """LTX-2 with as many channels of sound as the pipeline assumes without an autoencoder for it."""
+    made = ltx2()
+    config = dict(made["transformer"].config) | {"audio_in_channels": 128, "audio_out_channels": 128}
+    return {"transformer": type(made["transformer"]).from_config(config), "vae": made["vae"]}
+
+
+def echo_call() -> dict[str, Any]:
+    """Noise levels are given, as there is no scheduler."""
+    text = {"connector_prompt_embeds": embeds(1, TOKENS, 16), "connector_attention_mask": mask()}
+    text["connector_audio_prompt_embeds"] = embeds(1, TOKENS, 16, seed=1)
+    return text | {"sigmas": [1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.0], "height": 32, "width": 32, "num_frames": 9}
+
+
 def animate() -> dict[str, Any]:
     from diffusers import WanAnimate2Transformer3DModel
 

@@ -152,6 +152,23 @@ def test_every_modular_pipeline_is_here() -> None:
     assert kinds - here == {"EchoModularPipeline"}
 
 
+@pytest.mark.slow
+def test_a_loop_without_a_scheduler() -> None:
+    """Caches stand down, and say why; a schedule of steps is refused by name."""
+    pipe = build("echo")
+    plain = run(pipe, "echo")
+    accelerate(
+        pipe, None, strict=True, cache="easycache", cache_threshold=1e9, cache_min_steps=0, cache_warmup_steps=0
+    )
+    assert torch.equal(run(pipe, "echo"), plain)
+    assert any("no scheduler step was seen in this run" in note for note in pipe.acceleration.report.notes)
+    accelerate(pipe, None, strict=True, **scheduled(0, 2))
+    with pytest.raises(DiffaccelError, match="needs the number of steps, and this loop does not say it"):
+        run(pipe, "echo")
+    restore(pipe)
+    assert torch.equal(run(pipe, "echo"), plain)
+
+
 # ---- two denoisers, two schedulers ---------------------------------------------------------------------
 
 
