@@ -74,6 +74,7 @@ Forward: TypeAlias = Callable[..., Any]
 Wrapper: TypeAlias = Any  # a forward that somebody put around another, which is its `__wrapped__`
 HookPair: TypeAlias = tuple[Any, Any]  # (pre_forward, post_forward) of a hook; (None, None) where it replaces forward
 Range: TypeAlias = Any  # a range of torch.profiler, open from its `__enter__` to its `__exit__`
+record_range: Any = torch._C._profiler._RecordFunctionFast  # (name) -> Range; none of its methods is a Python call
 Kept: TypeAlias = Any  # a key or a value of what a lever keeps for a run, whose form only that lever knows
 
 REGISTRY = "_diffusers_hook"  # attribute of a module that holds its HookRegistry
@@ -190,11 +191,6 @@ def compile_backends() -> list[str]:
     import torch._dynamo
 
     return list(torch._dynamo.list_backends(exclude_tags=()))
-
-
-def record_range(name: str) -> Range:
-    """A range of torch.profiler by PyTorch's fast record function, whose enter and exit are no Python calls."""
-    return torch._C._profiler._RecordFunctionFast(name)
 
 
 def attention_default() -> tuple[str, str]:
