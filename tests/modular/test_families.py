@@ -76,7 +76,7 @@ def by_hand(pipe: Any, name: str, steps: tuple[int, ...]) -> tuple[torch.Tensor,
 def test_whole_answers_are_reused(name: str) -> None:
     """As held by hand, in every branch and loop; undone to the last attribute."""
     family, pipe = FAMILIES[name], build(name)
-    assert set(lookup(pipe).denoisers) <= set(family.denoisers)
+    assert {part for part in lookup(pipe).denoisers if getattr(pipe, part, None)} <= set(family.denoisers)
     plain, steps = run(pipe, name), (0, 2, 3)
     real = tuple(sorted({*steps, 1})) if name in SECOND_ANEW else steps
     truth, strip = by_hand(pipe, name, real)
