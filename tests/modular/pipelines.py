@@ -38,18 +38,19 @@ class Twins:
     denoisers: tuple[str, ...] = ("transformer",)
 
 
+PRED = ("pred_cond", "pred_uncond")  # by contexts of the cache that the pipeline opens
 TWINS: dict[str, Twins] = {
     "flux": Twins("flux", "FluxModularPipeline", True, branches=("cond",)),
     "wan": Twins("wan", "WanModularPipeline", guidance=4.0),
     "wan22": Twins("wan22", "Wan22ModularPipeline", guidance=4.0, denoisers=("transformer", "transformer_2")),
     "qwen": Twins("qwen", "QwenImageModularPipeline", guidance=3.0),
-    "hunyuan_video15": Twins("hunyuan_video15", "HunyuanVideo15ModularPipeline"),
+    "hunyuan_video15": Twins("hunyuan_video15", "HunyuanVideo15ModularPipeline", branches=PRED),
     "sd3": Twins("sd3", "StableDiffusion3ModularPipeline", True, 4.0, equal=False),
     "sdxl": Twins("sdxl", "StableDiffusionXLModularPipeline", True, 4.0, equal=False, denoisers=("unet",)),
     "z_image": Twins(
         "z_image", "ZImageModularPipeline", more={"height": 16, "width": 16}, branches=("cond",), equal=False
     ),
-    "ltx": Twins("ltx", "LTXModularPipeline", False, 3.0, equal=False),
+    "ltx": Twins("ltx", "LTXModularPipeline", False, 3.0, branches=PRED, equal=False),
 }
 GUIDANCE = ("guidance_scale", "true_cfg_scale", "true_cfg")  # which a guider has instead
 
