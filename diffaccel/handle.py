@@ -23,11 +23,11 @@ from .core.stack import Stack
 from .core.watch import Watch
 from .errors import DiffaccelError, IncompatibleError
 from .models.registry import lookup
-from .planner.levers import PLACES, RIVALS
+from .planner.levers import PLACES
 from .planner.options import LEVEL, require_parameters, wished
 from .planner.plan import Plan
 from .planner.resolve import Decision, Judged, resolve
-from .planner.rivals import without
+from .planner.rivals import exchanged
 
 if TYPE_CHECKING:
     from .core.compat import Args, Forward, Kwargs, Output
@@ -93,15 +93,13 @@ class Acceleration:
     @property
     def details(self) -> Details:
         """For printing: every parameter in force, prediction and measurement, one line each."""
+        from .planner.pricing import priced
         from .planner.summary import Details
 
-        return Details(self.plan, self.report, self._with_costs)
+        def with_costs() -> Plan:
+            return priced(self.plan, self._decision.target) if self.alive() else self.plan
 
-    def _with_costs(self) -> Plan:
-        """The plan with what the ledger computes, which is loaded to be looked at."""
-        from .planner.pricing import priced
-
-        return priced(self.plan, self._decision.target) if self.alive() else self.plan
+        return Details(self.plan, self.report, with_costs)
 
     @property
     def wishes(self) -> dict[str, object]:
@@ -248,12 +246,7 @@ class Acceleration:
         if value is not None:
             require_parameters(key, value, parameters)
         before = wished(wishes, key)
-        wishes = {k: v for k, v in wishes.items() if k != key and not place.owns(k)}
-        given = {place.prefix + k: v for k, v in parameters.items() if v is not None}
-        wishes = {**wishes, key: value, **given}
-        taken: list[str] = []
-        if value and key in RIVALS:
-            wishes, taken = without(wishes, key, RIVALS[key])
+        wishes, taken = exchanged(wishes, key, value, parameters)
         known = self._decision.untouched(key, wishes) if self.stack.fits(lookup(self.pipe)) else {}
         decision = self.decide_again(wishes, known)
         decision.require(key)

@@ -31,6 +31,17 @@ def settle(wishes: Wishes, overrides: Wishes) -> tuple[dict[str, object], list[s
     return settled, remarks
 
 
+def exchanged(
+    wishes: Wishes, key: str, value: str | bool | None, parameters: Mapping[str, object]
+) -> tuple[dict[str, object], list[str]]:
+    """(the wishes with another value, or none, at one place; the remark about a rival that it takes the place of)."""
+    place = PLACES[key]
+    kept = {name: wish for name, wish in wishes.items() if name != key and not place.owns(name)}
+    given = {place.prefix + name: wish for name, wish in parameters.items() if wish is not None}
+    changed = {**kept, key: value, **given}
+    return without(changed, key, RIVALS[key]) if value and key in RIVALS else (changed, [])
+
+
 def without(wishes: Wishes, key: str, rival: str) -> tuple[dict[str, object], list[str]]:
     """(the wishes without those of `rival`, whose place `key` takes, the remark about that)."""
     before, value = wishes.get(rival), wishes.get(key)

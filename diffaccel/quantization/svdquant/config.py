@@ -161,9 +161,8 @@ class SvdQuant:
             return "from a file in nunchaku's layout (its adaLN and other layers stay the pipeline's own)"
         if source is not None:
             prompts = source.header.recipe.get("prompts", 0)
-            return (
-                f"from a checkpoint calibrated on {prompts} prompts" if prompts else "from an uncalibrated checkpoint"
-            )
+            kind = f"a checkpoint calibrated on {prompts} prompts" if prompts else "an uncalibrated checkpoint"
+            return f"from {kind}"
         if self.calibration:
             return f"calibrated on {len(self.calibration)} prompts now"
         return "not calibrated (nothing smoothed: give calibration=prompts, or a checkpoint of `diffaccel quantize`)"
@@ -187,9 +186,8 @@ class SvdQuant:
     def predict(self, target: Target) -> Mapping[str, Any]:
         """GiB of the denoisers' weights once this is on, and in how many bits the products are."""
         chosen = choose(self.backend, self.precision, target.hardware, _dtype(target))
-        fast = not isinstance(chosen, str) and chosen.backend == NUNCHAKU
-        sizes = self.bytes_after(target)
-        return {"denoiser_gib": gib_of(sizes.values()), "product_bits": 4 if fast else 16, "origin": "computed"}
+        bits = 4 if not isinstance(chosen, str) and chosen.backend == NUNCHAKU else 16
+        return {"denoiser_gib": gib_of(self.bytes_after(target).values()), "product_bits": bits, "origin": "computed"}
 
     def attach(self, target: Target, site: Site) -> Edit:
         """Quantize, or read the checkpoint, and exchange the layers in place; all or nothing."""
