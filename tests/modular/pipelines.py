@@ -44,7 +44,7 @@ TWINS: dict[str, Twins] = {
     "wan": Twins("wan", "WanModularPipeline", guidance=4.0),
     "wan22": Twins("wan22", "Wan22ModularPipeline", guidance=4.0, denoisers=("transformer", "transformer_2")),
     "qwen": Twins("qwen", "QwenImageModularPipeline", guidance=3.0),
-    "hunyuan_video15": Twins("hunyuan_video15", "HunyuanVideo15ModularPipeline", branches=PRED),
+    "hunyuan_video15": Twins("hunyuan_video15", "HunyuanVideo15ModularPipeline", branches=PRED, equal=False),
     "sd3": Twins("sd3", "StableDiffusion3ModularPipeline", True, 4.0, equal=False),
     "sdxl": Twins("sdxl", "StableDiffusionXLModularPipeline", True, 4.0, equal=False, denoisers=("unet",)),
     "z_image": Twins(
