@@ -184,7 +184,7 @@ class QuantizedWeights:
         """Bytes of each model's weights once this is on: a byte per number of a quantized layer, a scale per row."""
         found = {}
         for component, module, selection in self._parts(target, self.recipe(target.hardware)):
-            weights = [module.get_submodule(name)._parameters["weight"] for name in selection.quantized]
+            weights = [module.get_submodule(name)._parameters.get("weight") for name in selection.quantized]
             saved = sum(tensor_bytes(w) - w.numel() - 4 * w.shape[0] for w in weights if w is not None)
             found[component] = weight_bytes(module) - max(0, saved)  # quantized already: nothing is saved
         return found

@@ -62,5 +62,5 @@ def steps_aside(method: str, family: str) -> str | None:
 def skipped_because(method: str, family: str) -> str | None:
     """Part of the reason for which `method` is left out of a pipeline under test, None where it acts."""
     if "controlnet" in FAMILIES[family].stands_down and method not in WHOLE:
-        return "has a controlnet"
+        return "the controlnet of"
     return SKIPPED.get(method, {}).get(FAMILIES[family].card)

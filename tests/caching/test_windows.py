@@ -40,7 +40,7 @@ def held(pipe: Any) -> list[tuple[int, int]]:
 
     def look(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         run = pipe.acceleration.run_in_progress()
-        [states] = [state for name, state in run.state.items() if not name.endswith(".conditions")]
+        [states] = [state for name, state in run.state.items() if not name.endswith((".conditions", ".follow"))]
         sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for s in states.values()
                  for t in tensors_in(s.memory)}  # fmt: skip
         found.append((sum(run.bytes_held.values()), sum(sizes.values())))

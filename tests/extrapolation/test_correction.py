@@ -98,19 +98,6 @@ def test_on_a_pipeline_as_in_a_hand_written_loop() -> None:
     assert not torch.allclose(tiny.run(pipe, "flux", num_inference_steps=len(mask)), output, rtol=1e-4, atol=1e-4)
 
 
-def test_other_schedulers_are_not_corrected_and_say_so() -> None:
-    from diffusers import UniPCMultistepScheduler
-
-    pipe = tiny.build("wan")
-    pipe.scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    options = {"steps": "1110101", "order": 1, "coordinate": "sigma", "min_steps": 0}
-    attach(pipe).enable_step_schedule(**options)
-    without = tiny.run(pipe, "wan", num_inference_steps=7)
-    pipe.enable_step_schedule(**options, correct=2)
-    assert torch.equal(tiny.run(pipe, "wan", num_inference_steps=7), without)
-    assert any("left out its correction" in note for note in pipe.acceleration.report.notes)
-
-
 def test_what_cannot_be_is_refused() -> None:
     pipe = attach(tiny.build("flux"))
     for bad in ({"correct": 4}, {"correct": True}, {"correct": 1, "scope": "stack"}):

@@ -136,22 +136,6 @@ def _hunyuan_dit_call(seed: int) -> dict[str, Any]:
     return _image(seed, encoder_hidden_states_t5=_text(seed), image_rotary_emb=rope, **masks)
 
 
-def _wan_vace() -> Any:
-    return diffusers.WanVACETransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=8,
-        freq_dim=16,
-        ffn_dim=16,
-        num_layers=3,
-        rope_max_seq_len=32,
-        vace_layers=[0, 2],
-        vace_in_channels=4,
-    )
-
-
 def _latte() -> Any:
     return diffusers.LatteTransformer3DModel(
         sample_size=8,
@@ -232,17 +216,12 @@ def test_what_the_source_says(
 @pytest.mark.parametrize(
     ("make", "arguments", "reason"),
     [
-        (
-            _wan_vace,
-            lambda seed: _video(seed, control_hidden_states=embeds(1, 4, 2, 4, 4, seed=seed + 20)),
-            "result 0 of blocks 0 is not a stream of block 1",
-        ),
         (_latte, _video, "blocks of transformer_blocks ran in the order 0"),
         (_unet, _unet_call, "result 1 of down_blocks 0 is not a stream of block 1"),
     ],
 )
 def test_refusals(make: Callable[[], Any], arguments: Arguments, reason: str) -> None:
-    """Hints added between blocks, two lists that take turns, a U-Net."""
+    """Two lists that take turns, a U-Net."""
     found = traced(make, arguments)
     assert isinstance(found, Refusal) and reason in found.reason
     assert "order of the first call" in found.seen
