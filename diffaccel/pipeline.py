@@ -20,7 +20,7 @@ from .caching.levers import VERBS
 from .core.accelerator import DEVICE, PLAIN
 from .core.options import BOOLEAN, confirm
 from .core.run import current_run
-from .errors import IncompatibleError, UnknownVerbError, clipped, nearest
+from .errors import IncompatibleError, UnknownVerbError, clipped, closest, nearest
 from .handle import HANDLE, Acceleration, handle_of
 from .planner.levers import PLACES
 
@@ -53,8 +53,11 @@ class Accelerated:
     def __getattr__(self, name: str) -> Component:
         if not name.startswith(("enable_", "disable_")):
             return super().__getattr__(name)  # type: ignore[misc]
-        verbs = [verb for verb in dir(type(self)) if verb.startswith(("enable_", "disable_"))]
-        raise UnknownVerbError(f"{type(self).__name__} has no {clipped(name)}: {nearest(name, verbs)}")
+        start = name[: name.index("_") + 1]  # who wants to switch on is not told how to switch off
+        verbs = [verb for verb in dir(type(self)) if verb.startswith(start)]
+        stem = name.rpartition("_")[0] + "_"  # enable_guidance_reuse: what is there for guidance?
+        likely = closest(name, verbs) or [verb for verb in verbs if verb.startswith(stem) and stem != start][:3]
+        raise UnknownVerbError(f"{type(self).__name__} has no {clipped(name)}: {nearest(name, verbs, likely)}")
 
     @property
     def device(self) -> torch.device:

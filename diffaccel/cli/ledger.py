@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sweep:
         steps = comparison.sweep(model, ledger, args.sweep, machine, args.mfu, args.execution)
     factors = comparison.amplifiers(model, ledger)
-    stack = ledger.apply(_items(args.items), machine) if args.items else None
+    stack = ledger.apply(_items(args.items), machine) if args.items is not None else None
     if args.png is not None and stack is not None:
         draw_stack(args.png, stack)
     elif args.png is not None:
@@ -80,6 +80,8 @@ def _items(text: str) -> list[str]:
     from ..ledger.exchange.levers import ITEMS
 
     names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise InvalidOptionError(f"--with must name plan items, such as compile,cache.adaptive, got {text!r}")
     for name in names:
         if name not in ITEMS:
             raise unknown("plan item", name, ITEMS)
@@ -101,7 +103,11 @@ def draw_stack(path: Path, stack: Stack) -> None:
 
 
 def _machine(args: argparse.Namespace) -> Hardware | None:
+    if args.assume_free_gib is not None and not 0 < args.assume_free_gib < float("inf"):
+        raise InvalidOptionError(f"--assume-free-gib must be a number above 0, got {args.assume_free_gib:g}")
     if args.hardware is None:
+        if args.prices:
+            raise InvalidOptionError("--prices wants --hardware: the machine that has a price")
         if args.probe:
             raise InvalidOptionError("--probe wants --hardware cpu")
         if args.assume_free_gib is not None:

@@ -151,6 +151,8 @@ def with_prices(path: str) -> dict[str, Hardware]:
         data = tomllib.loads(Path(path).read_text())
     except tomllib.TOMLDecodeError as error:
         raise InvalidOptionError(f"{path} is no TOML: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOptionError(f"prices: {path} cannot be read ({type(error).__name__})") from error
     table = dict(HARDWARE)
     for name, price in data.items():
         if isinstance(price, bool) or not isinstance(price, (int, float)) or price < 0:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..core.options import BOOLEAN, take, whole
+from ..core.options import BOOLEAN, short, take, whole
 from ..core.wrappers import own_modules
 from ..errors import InvalidOptionError
 
@@ -66,6 +66,8 @@ class Policy:
         take(self, whole(0), "first_blocks", "last_blocks")
         take(self, whole(1), "multiple_of")
         take(self, BOOLEAN, "last_text", "ff_out", "convs")
+        if not isinstance(self.keep, (str, list, tuple)):
+            raise InvalidOptionError(f"keep={short(self.keep)}: must be a regular expression or a list of them")
         keep = (self.keep,) if isinstance(self.keep, str) else tuple(self.keep)
         object.__setattr__(self, "keep", keep)
         for expression in keep:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..core.accelerator import Edit, Fidelity, Site, Slot, Target, Verdict
 from ..core.options import GOT, Check, above, is_number, one_of, plain, refuse, short, take
 from ..core.run import Run
+from ..core.sampling import FLOW, prediction_of
 from ..core.state import PerRun
 from ..core.wrappers import shard_group
 from ..errors import InvalidOptionError, nearest
@@ -18,6 +19,9 @@ from .arrays import Arrays
 from .control import TOLERANCE, Control
 from .levels import why_never
 from .sampler import Rest, Rules, Solver
+
+if TYPE_CHECKING:
+    from ..core.protocols import Scheduler
 
 AUTO = "auto"
 GRIDS = ("scheduler", "adaptive")
@@ -55,17 +59,9 @@ class AbmSolver:
         take(self, one_of(AUTO, 1, 2, 3), "order", form=GOT)
         take(self, SWITCH, "corrector", form=GOT)
         take(self, above(0, words="a number above 0"), "tolerance", form=GOT)
-        given = plain(self.grid)
-        if isinstance(given, str):
-            if given not in GRIDS:
-                raise InvalidOptionError(f"grid={short(given)}: {nearest(given, GRIDS)}, or a list of noise levels")
-            return
-        if not isinstance(given, (list, tuple)) or len(given) < 2 or not all(map(is_number, given)):
-            raise refuse("grid", given, LEVELS, GOT)
-        levels = tuple(map(float, given[:-1] if given[-1] == 0 else given))
-        if any(b >= a for a, b in pairwise(levels)) or levels[-1] <= 0:
-            raise refuse("grid", given, LEVELS, GOT)
-        object.__setattr__(self, "grid", levels)  # it is frozen
+        object.__setattr__(self, "grid", _grid(plain(self.grid)))  # it is frozen
+        if self.tolerance != TOLERANCE and self.grid != "adaptive":
+            raise InvalidOptionError(f"tolerance={self.tolerance:g} sets nothing here: it is for grid='adaptive'")
 
     def check(self, target: Target) -> Verdict:
         """Needs a scheduler whose steps follow an ODE."""
@@ -77,8 +73,14 @@ class AbmSolver:
             return Verdict.no(f"{spec.family}: {spec.no_stack}")
         reason = why_never(scheduler)
         if reason is None and self.grid != "scheduler":
-            reason = Arrays.why_never(scheduler)
+            reason = Arrays.why_never(scheduler) or self._too_noisy(scheduler)
         return Verdict.no(reason) if reason is not None else Verdict.yes(self._in_words(type(scheduler).__name__))
+
+    def _too_noisy(self, scheduler: Scheduler) -> str | None:
+        """A flow model has no more than all noise: levels above 1 are of another measure, and give no picture."""
+        if isinstance(self.grid, str) or self.grid[0] <= 1 or prediction_of(scheduler) != FLOW:
+            return None
+        return f"grid begins at {self.grid[0]:g}: noise levels of a flow model are at most 1"
 
     def _in_words(self, scheduler: str) -> str:
         order = "order by hindsight" if self.order == AUTO else f"order {self.order}"
@@ -120,3 +122,17 @@ class AbmSolver:
             return run.sampler.stats(run) if isinstance(run.sampler, Solver) else {}
 
         return Edit(self.name, undo, begin_run=begin_run, stats=stats)
+
+
+def _grid(given: object) -> str | tuple[float, ...]:
+    """A word, or levels without the 0 that ends them all."""
+    if isinstance(given, str):
+        if given not in GRIDS:
+            raise InvalidOptionError(f"grid={short(given)}: {nearest(given, GRIDS)}, or a list of noise levels")
+        return given
+    if not isinstance(given, (list, tuple)) or len(given) < 2 or not all(map(is_number, given)):
+        raise refuse("grid", given, LEVELS, GOT)
+    levels = tuple(map(float, given[:-1] if given[-1] == 0 else given))
+    if any(b >= a for a, b in pairwise(levels)) or levels[-1] <= 0:
+        raise refuse("grid", given, LEVELS, GOT)
+    return levels

@@ -290,3 +290,15 @@ def test_what_is_near() -> None:
     assert closest("zzz", ["abc", "cache"]) == []
     assert closest("cache_step", ["cache_steps", "cache_min_steps", "cache_last_steps", "offload"])[0] == "cache_steps"
     assert "offload_text_cache_bytes" not in closest("cache_treshold", override_keys())[:1]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("enable_guidance_reuse", "enable_guidance_cache"), ("disable_adaptive_cache", "disable_cache")],
+)
+def test_a_verb_is_answered_by_verbs_of_its_kind(given: str, meant: str) -> None:
+    pipe = attach(tiny.build("flux"))
+    with pytest.raises(InvalidOptionError, match=rf"'{meant}'|Allowed: .*\b{meant}\b") as caught:
+        getattr(pipe, given)
+    other = "disable_" if given.startswith("enable_") else "enable_"
+    assert other not in str(caught.value).split(":", 1)[1]

@@ -205,3 +205,9 @@ def test_a_policy_that_keeps_what_was_chosen(flux: nn.Module) -> None:
     policy = keeping(Policy(), names)
     gone = set(select(flux, CARDS["flux"]).quantized) - set(select(flux, CARDS["flux"], policy).quantized)
     assert gone == set(names), "the name is taken literally: not to_q of other blocks"
+
+
+@pytest.mark.parametrize("keep", [5, None, {"to_q": 1}])
+def test_what_is_kept_is_said_in_regular_expressions(keep: object) -> None:
+    with pytest.raises(InvalidOptionError, match=r"keep=.*must be a regular expression or a list of them"):
+        Policy(keep=keep)  # type: ignore[arg-type]

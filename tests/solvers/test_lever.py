@@ -113,6 +113,7 @@ def test_a_plan_comes_back() -> None:
         ({"solver": "abm", "solver_grid": [1.0, -0.5]}, "fall"),
         ({"solver": "abm", "solver_tolerance": 0}, "tolerance"),
         ({"solver": "abm", "solver_tolerence": 1}, "tolerance"),
+        ({"solver": "abm", "solver_tolerance": 0.2}, "sets nothing here: it is for grid='adaptive'"),
         ({"solver_order": 2}, "solver="),
     ],
 )
@@ -120,6 +121,12 @@ def test_bad_input_gets_a_sentence(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidOptionError, match=words) as caught:
         accelerate(tiny.build("flux"), None, **options)
     assert len(str(caught.value)) <= 300
+
+
+def test_levels_above_all_noise_are_refused_on_flow_models() -> None:
+    with pytest.raises(UnsupportedModelError, match="grid begins at 5: noise levels of a flow model are at most 1"):
+        solved("flux", solver_grid=[5.0, 0.5])
+    solved("sdxl", solver_grid=[5.0, 0.5])  # k-diffusion's measure has no such end
 
 
 def test_a_scheduler_that_adds_noise() -> None:
@@ -192,8 +199,8 @@ def test_latents_that_a_callback_writes_are_kept() -> None:
     assert latents(pipe, "flux", callback_on_step_end=zero).abs().max() == 0
 
 
-@pytest.mark.parametrize("grid", ["scheduler", "adaptive"])
-def test_an_inpainted_picture_keeps_its_rest(grid: str) -> None:
+@pytest.mark.parametrize("grid", [{}, ADAPTIVE])
+def test_an_inpainted_picture_keeps_its_rest(grid: dict[str, Any]) -> None:
     parts = tiny.build("flux").components
     pipe = diffusers.FluxInpaintPipeline(**{k: v for k, v in parts.items() if k != "image_encoder"})
     pipe.set_progress_bar_config(disable=True)
@@ -206,7 +213,7 @@ def test_an_inpainted_picture_keeps_its_rest(grid: str) -> None:
         return result
 
     rest, whole = painted(0.0), painted(1.0)
-    accelerate(pipe, None, strict=True, solver="abm", solver_grid=grid, solver_tolerance=0.2)
+    accelerate(pipe, None, strict=True, solver="abm", **grid)
     torch.testing.assert_close(painted(0.0), rest)
     assert not torch.equal(painted(1.0), whole)
 
