@@ -31,11 +31,20 @@ SLOW = re.compile(
     r"|lora/test_files\.py::.*\[(sdxl: (?!kohya)|ltx2|hunyuan_video: peft, biases)"
     r"|test_one_lever\.py::test_one_verb.*-svdquant"
     r"|test_foreign_hooks\.py::test_layerwise_casting_over_compiled_blocks\[(svdquant|fp8)"
-    r"|test_foreign_hooks\.py::.*(sd3|sdxl)"
+    r"|test_foreign_hooks\.py::.*(sd3|sdxl|wan)"
+    r"|test_one_lever\.py::test_a_pair.*(svdquant|exact VAE)"
+    r"|test_8_chain\.py::test_offload.*\[wan"
+    r"|test_neighbours_order_and_chain\.py::test_verbs_in_any_order.*\[sd3"
+    r"|test_neighbours_order_and_chain\.py::test_offload.*\[(svdquant|fp8|sage)"
+    r"|lora/test_verbs\.py::.*sdxl"
+    r"|test_regional\.py::test_(dynamic_sizes.*True|blocks_are_whole.*wan|with_an_attention)"
+    r"|test_choice\.py::test_calls_in_compiled.*\[(sd3|wan-aot)"
+    r"|invariants/test_(1_undo|3_isolation)\.py::.*sd3"
+    r"|test_unet_scope\.py::.*size1"
     r"|invariants/test_every_cache\.py::.*(sd3|seacache|taylorseer lite|dicache|delta_dit)"
-    r"|test_exact_causal\.py::.*(-2|-3|wan22|qwen)"
+    r"|test_exact_causal\.py::.*(-2|-3|wan22|qwen|hunyuan15|bfloat16|trained_one)"
     r"|tune/test_search\.py::test_(an_interrupt_leaves|no_run_begins)"
-    r"|lora/test_manager\.py::test_every_order.*(fp8|int8)"
+    r"|lora/test_manager\.py::test_every_order.*(fp8|int8|flux-svdquant)"
 )
 
 

@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.out is not None and not args.out.parent.is_dir():
+        raise InvalidOptionError(f"--out: there is no folder {args.out.parent}")
     also = dict(map(_pair, args.also))
     model = resolve(Path(args.model) if Path(args.model).is_dir() else args.model)
     asked = _request(args, model)

@@ -284,3 +284,5 @@ def test_the_verb_plans_and_writes(tmp_path: Any, capsys: Any) -> None:
     assert "progressive: tolerance" in said.err
     assert main(["export", "flux.1-dev", "--engine", "sglang", "--also", "batch"]) == 1
     assert "must be NAME=VALUE" in capsys.readouterr().err
+    assert main([*words_[:6], "--out", str(tmp_path / "none" / "run.sh")]) == 1
+    assert "--out: there is no folder" in capsys.readouterr().err
