@@ -54,9 +54,11 @@ class Accelerated:
         if not name.startswith(("enable_", "disable_")):
             return super().__getattr__(name)  # type: ignore[misc]
         start = name[: name.index("_") + 1]  # who wants to switch on is not told how to switch off
-        verbs = [verb for verb in dir(type(self)) if verb.startswith(start)]
+        every = [verb for verb in dir(type(self)) if verb.startswith(("enable_", "disable_"))]
+        verbs = [verb for verb in every if verb.startswith(start)]
         stem = name.rpartition("_")[0] + "_"  # enable_guidance_reuse: what is there for guidance?
         likely = closest(name, verbs) or [verb for verb in verbs if verb.startswith(stem) and stem != start][:3]
+        likely = likely or closest(name, every)  # enable_quantization: its opposite at least
         raise UnknownVerbError(f"{type(self).__name__} has no {clipped(name)}: {nearest(name, verbs, likely)}")
 
     @property
