@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import torch
-
-from ..core.clock import schedule_of
-from ..core.sampling import EPSILON, FLOW, VELOCITY, draws_noise, in_order, noise_levels, prediction_of, twin
+from ..core.sampling import (
+    EPSILON,
+    FLOW,
+    VELOCITY,
+    draws_noise,
+    in_order,
+    noise_levels,
+    prediction_of,
+    tried_beforehand,
+)
 from ..extrapolation.step_control import Levels
 
 if TYPE_CHECKING:
@@ -75,15 +81,7 @@ def why_never(scheduler: Scheduler) -> str | None:
         return f"{name} calls the denoiser more than once a step"
     if kind not in (FLOW, EPSILON, VELOCITY):
         return f"{name} has prediction_type={kind!r}, whose outputs are not forecast here"
-    shifting = getattr(scheduler, "config", {}).get("use_dynamic_shifting", False)
-    try:
-        tried = twin(scheduler)
-        tried.set_timesteps(8, **({"mu": 1.0} if shifting else {}))
-        if hasattr(tried, "scale_model_input"):
-            tried.scale_model_input(torch.zeros(1), tried.timesteps[0])  # or `step` warns
-        return _why_not(tried, *schedule_of(tried))
-    except Exception:  # a scheduler of any make may refuse in any way: its first loop will tell
-        return None
+    return tried_beforehand(scheduler, _why_not)
 
 
 def _why_not(scheduler: Scheduler, timesteps: Sequence[float], sigmas: Sequence[float]) -> str | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
-from .clock import TAPS
+from .clock import TAPS, schedule_of
 
 if TYPE_CHECKING:
     from .compat import Args, Argument, Component, Kept, Kwargs, Output
@@ -140,6 +140,24 @@ def draws_noise(scheduler: Scheduler) -> bool:
         before = _generators(device)
         tried.step(0.5 * sample, timesteps[at], sample)
         return not all(map(torch.equal, before, _generators(device)))
+
+
+def tried_beforehand(
+    scheduler: Scheduler, judge: Callable[[Scheduler, Sequence[float], Sequence[float]], str | None]
+) -> str | None:
+    """What `judge(scheduler, timesteps, sigmas)` has against a twin that was given a few steps; None: nothing.
+
+    A scheduler that wants other arguments, or refuses in any other way, is left to its first loop.
+    """
+    shifting = getattr(scheduler, "config", {}).get("use_dynamic_shifting", False)
+    try:
+        tried = twin(scheduler)
+        tried.set_timesteps(8, **({"mu": 1.0} if shifting else {}))
+        if hasattr(tried, "scale_model_input"):
+            tried.scale_model_input(torch.zeros(1), tried.timesteps[0])  # or `step` warns
+        return judge(tried, *schedule_of(tried))
+    except Exception:  # of any make, and raises what it likes: the first loop will tell
+        return None
 
 
 def _generators(device: torch.device) -> list[torch.Tensor]:

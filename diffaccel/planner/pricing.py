@@ -5,13 +5,12 @@ Nothing here asks for weights or makes a module: the pipeline's configs are read
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import DiffaccelError
-from ..ledger.book import GIB, Ledger
+from ..ledger.book import Ledger
 from ..ledger.exchange.account import Account
 from ..ledger.exchange.stack import Row, Stack
 from ..ledger.ledger_text import short
@@ -96,14 +95,6 @@ def host_gib(account: Account) -> float:
     if account.place == "by stage":
         return sum(account.weights_gib.values())
     return max(0.0, account.denoiser_gib - account.live_gib) if account.place == "by layer" else 0.0
-
-
-def host_memory_gib() -> float | None:
-    """Of this machine; None where the system does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    except (AttributeError, OSError, ValueError):
-        return None
 
 
 # ---- time --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..core.clock import schedule_of
 from ..core.sampling import (
     EPSILON,
     FLOW,
@@ -23,6 +22,7 @@ from ..core.sampling import (
     noise_levels,
     prediction_of,
     sample_of,
+    tried_beforehand,
     twin,
 )
 
@@ -135,12 +135,4 @@ def why_never(scheduler: Scheduler) -> str | None:
     name = type(scheduler).__name__
     if getattr(scheduler, "order", 1) > 1:
         return f"{name} calls the denoiser more than once a step"
-    shifting = getattr(scheduler, "config", {}).get("use_dynamic_shifting", False)
-    try:
-        tried = twin(scheduler)
-        tried.set_timesteps(8, **({"mu": 1.0} if shifting else {}))
-        if hasattr(tried, "scale_model_input"):
-            tried.scale_model_input(torch.zeros(1), tried.timesteps[0])  # or `step` warns
-        return why_not(tried, *schedule_of(tried))
-    except Exception:  # a scheduler of any make may refuse in any way: its first loop will tell
-        return None
+    return tried_beforehand(scheduler, why_not)

@@ -81,5 +81,14 @@ def test_runs_are_isolated_and_undone() -> None:
     once = tiny.run(pipe, "wan", output_type="latent", num_inference_steps=STEPS)
     tiny.run(pipe, "wan", output_type="latent", num_inference_steps=STEPS + 2)
     assert torch.equal(tiny.run(pipe, "wan", output_type="latent", num_inference_steps=STEPS), once)
+
+    def fail(pipe: Any, index: int, t: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if index == 5:  # between skipped steps
+            raise RuntimeError("stop")
+        return {}
+
+    with pytest.raises(RuntimeError, match="stop"):
+        tiny.run(pipe, "wan", output_type="latent", num_inference_steps=STEPS, callback_on_step_end=fail)
+    assert torch.equal(tiny.run(pipe, "wan", output_type="latent", num_inference_steps=STEPS), once)
     restore(pipe)
     assert torch.equal(tiny.run(pipe, "wan", output_type="latent", num_inference_steps=STEPS), plain)
