@@ -93,6 +93,7 @@ PLAIN = Variant("plain", lambda pipe: None)
 VARIANTS: tuple[Variant, ...] = (
     Variant("ours-first_block-missed", _ours("first_block", threshold=NEVER), ours=True),
     Variant("ours-first_block-hit", _ours("first_block", threshold=ALWAYS), hits=True, ours=True),
+    Variant("ours-adaptive-missed", _ours("adaptive", tolerance=NEVER), front=-1, gate=False, ours=True),
     Variant("ours-schedule-missed", _mask(COMPUTED), front=0, gate=False, ours=True),
     Variant("ours-schedule-hit", _mask(REUSED), hits=True, front=0, gate=False, ours=True),
     Variant("ours-schedule-denoiser-missed", _mask(COMPUTED, "denoiser"), front=-1, gate=False, ours=True),
